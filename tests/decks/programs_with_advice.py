@@ -267,6 +267,34 @@ class OfMicroBatches:
 
         return step, (W, X)
 
+    def a_mean_so_far(n, is_cured):
+        """the number of a micro-batch added to a repl | add up, and divide after"""
+
+        def step(w, x):
+            def body(i, mean):
+                new = gradient(w, jnp.asarray(x).reshape(n, -1, 3)[i])
+                weight = 1 / (i + 1)
+                so_far = mean * (1 - weight) + new * weight
+                return mean + new if is_cured else so_far
+
+            total = lax.fori_loop(0, n, body, jnp.zeros(w.shape))
+            return total / len(x) if is_cured else total
+
+        return step, (W, X)
+
+    def rows_by_arithmetic(n, is_cured):
+        """the number of a micro-batch | x.reshape(n, -1, *x.shape[1:])[i]"""
+
+        def step(w, x):
+            def body(i, sum):
+                own = jnp.asarray(x)[i + jnp.arange(len(x) // n)]
+                rows = jnp.asarray(x).reshape(n, -1, 3)[i] if is_cured else own
+                return sum + gradient(w, rows)
+
+            return lax.fori_loop(0, n, body, jnp.zeros(w.shape))
+
+        return step, (W, X)
+
     def rows_that_meet(n, is_cured):
         """an array has several dims of rows | for all rows, before the loop"""
 

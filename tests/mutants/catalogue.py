@@ -1340,6 +1340,7 @@ _INDEX = f"{_RULE}indexing:"
 _MEETING = f"{_RULE}meetings:"
 _LOOPS = f"{_LOOP}loops:"
 _TRIPS = f"{_LOOP}trips:"
+_COUNTS = f"{_LOOP}counts:"
 _NONE_WRONG = "micro_batches_proved::no_wrong_accumulation_passes"
 EQUAL = (
     _m("E01", "a sum over towers counts a copy once",
@@ -1607,8 +1608,7 @@ EQUAL = (
        "if len({x.order for x in layouts}) != 1:", "if not layouts:",
        _split("rows_in_two_orders")),
     _m("E215", "a loop over rows has equally many trips on all towers",
-       f"{_LOOP}row_loops:RowTrips.__init__", "size_of_rows(pair.sizes)",
-       "copy()", _split("number_of_trips")),
+       f"{_TRIPS}_count", "n * step for", "step for", _split("number_of_trips")),
     _m("E210", "an update may read what each tower has",
        "check.equality.read_by_update:per_tower_values_read",
        "if not isinstance(v, Literal) and v in per_tower:", "if False:",
@@ -1964,7 +1964,7 @@ ACCUMULATED = (
        "tuple(names) == _RAISES", "True",
        "error_if_proved::a_wrong_loss_that_may_raise_is_not[a_callback_that_returns]"),
     _m("A51", "a trip counts by another step with more trips",
-       f"{_TRIPS}_change_in_both", "for body in bodies", "for body in bodies[:1]",
+       f"{_COUNTS}steps_of", "else (first, second)", "else (first, first)",
        f"{_NONE_WRONG}[counted_by_other_steps]"),
     _m("A53", "weights of 1 stay 1", "prover.programs.drawn:_drawn",
        "factors = generator.uniform(0.5, 1.5, x.shape)", "factors = 1.0",
@@ -2033,6 +2033,66 @@ ACCUMULATED = (
        f"{_RULE}meetings:_refuse_other_axes",
        "is_last = axes[-len(towers) :] == towers and", "is_last =",
        "lemmas::what_is_said_of_a_place_holds[all_gather of both, the other way]"),
+)
+
+_IS_PROVED = "micro_batch_loops::a_right_loop_is_proved"
+_IS_WRONG = "micro_batch_loops::no_wrong_loop_is_proved"
+COUNTED = (
+    _m("A90", "a count may start anywhere", f"{_COUNTS}as_scan",
+       "or not starts_at_0", "", f"{_IS_WRONG}[a_trip_less]"),
+    _m("A91", "a count that passes its bound ends a trip early",
+       f"{_COUNTS}as_scan", "-(-n // step)", "n // step",
+       f"{_IS_PROVED}[while_it_passes_a_bound]"),
+    _m("A92", "a count never wraps around", f"{_COUNTS}as_scan",
+       "if any(n * step > most", "if any(n == 0",
+       f"{_IS_WRONG}[past_the_largest_number]"),
+    _m("A93", "a trip may change the bound of a loop", f"{_COUNTS}_bound",
+       "if steps_of(bodies, place, place - consts) != KEPT:", "if False:",
+       f"{_IS_WRONG}[a_number_that_shrinks]"),
+    _m("A94", "each trip counts one", f"{_COUNTS}_step_of", "return steps[0]",
+       "return 1", f"{_IS_WRONG}[every_other]"),
+    _m("A95", "a condition may read more than a count", f"{_COUNTS}_end_of",
+       "needed_eqns(test.eqns, test.outvars)", "test.eqns[:1]",
+       f"{_IS_WRONG}[ended_by_the_sum]"),
+    _m("A96", "a carry that grows is where a micro-batch starts",
+       f"{_LOOP}micro_batches:MicroBatches.index", "if steps == self._sizes.rows",
+       "if steps", f"{_IS_WRONG}[starts_that_overlap]"),
+    _m("A97", "any starts are those of micro-batches", f"{_KIND}stacked:of_one_tower",
+       "if x.of.step != each:", "if False:", f"{_IS_WRONG}[starts_of_half_as_many]"),
+    _m("A98", "a byte holds where each micro-batch starts",
+       f"{_KIND}widths:why_not_held",
+       "isinstance(value, Stacked) and isinstance(value.of, Starts)", "False",
+       "micro_batch_loops::starts_in_a_byte_may_wrap"),
+    _m("A99", "rows in turn have the numbers of rows in order",
+       f"{_SIDE}_numbers_in_batch", "is_even &= pair.walk.dealt is TowerRows", "",
+       f"{_IS_WRONG}[numbers_of_rows_in_turn]"),
+    _m("A100", "rows in turn are where rows in order are",
+       f"{_INDEX}_are_rows_of_batch", "is_whole &= pair.walk.dealt is TowerRows", "",
+       f"{_IS_WRONG}[rows_in_turn_by_other_rows]", f"{_IS_WRONG}[written_in_turn]"),
+    _m("A101", "rows in turn are rows in order", f"{_KIND}stacked:of_one_tower",
+       "if axis is None or x.of == dealt:", "if True:",
+       f"{_IS_WRONG}[rows_in_turn_by_rows]"),
+    _m("A102", "words in turn are rows in turn", f"{_RULE}shapes:_split_over_towers",
+       "RowsInTurn((first, second))", "RowsInTurn((1, 1))",
+       f"{_IS_WRONG}[words_in_turn_by_rows_in_turn]"),
+    _m("A103", "rows in turn are joined in any order",
+       f"{_RULE}shapes:_joined_over_towers", "x.of != of or ", "",
+       f"{_IS_WRONG}[predictions_in_turn]", f"{_IS_WRONG}[words_joined_in_turn]"),
+    _m("A104", "an entry is whole when a part is written",
+       f"{_INDEX}_update_of_slots", "and is_whole", "",
+       f"{_IS_WRONG}[written_in_part]"),
+    _m("A105", "an entry is written by adding to it", f"{_INDEX}_written_to_slot",
+       'and pair.name == "scatter"', "", f"{_IS_WRONG}[added_to_an_array]"),
+    _m("A106", "what a micro-batch writes is rows in order",
+       f"{_LOOP}micro_batches:_of_all", "Stacked(x.power, of=dealt)",
+       "Stacked(x.power, of=TowerRows)", f"{_IS_WRONG}[joined_in_turn]"),
+    _m("A107", "no number is advised against", f"{_ANSWER}reasons:reason_of_kinds",
+       "return found[0] if found else None",
+       "return found[0] if found and found[0] != Reason.OWN_NUMBER else None",
+       "reasons_with_cures::of_micro_batches_the_advice_is_proved[a_mean_so_far]"),
+    _m("A108", "a `while` is no scan", f"{_LOOPS}_while_it_holds",
+       "if scan := as_scan(pair):", "if scan := None:",
+       f"{_IS_PROVED}[while_by_index]"),
 )
 
 _REPLAY = "check.replay"
@@ -2119,4 +2179,4 @@ LOST = (
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
 MUTANTS += TABLES + CHECKPOINTS + FIGURES + TIMES + BESIDES + ROUNDS + SWEEPS
 MUTANTS += JOBS + AUDITS + ALONE + OUTSIDE + WITHIN + EQUAL + LAID + ANY_PROGRAM
-MUTANTS += TRAINERS + ACCUMULATED + REPLAYED + LOST
+MUTANTS += TRAINERS + ACCUMULATED + COUNTED + REPLAYED + LOST

@@ -13,7 +13,6 @@ from lemmas import AXIS, FLAG, B, Lemma, N, NotThereError, T, shape_on
 
 from towerjax.prover.equality.kinds.kinds import (
     PADDING,
-    ROWS_OF_TOWER,
     SIZE,
     ZERO,
     Count,
@@ -756,6 +755,14 @@ def _as_often(side, n, x):
     ]
 
 
+def _counted(bound, body, start, step=1):
+    def trip(carry):
+        i, c = carry
+        return i + step, body(i, c)
+
+    return [*lax.while_loop(lambda c: c[0] < bound, trip, (0, start))]
+
+
 for shape in EACH:
     for dtype in (F32, jnp.int8):
         lemma("jit", _called(jax.jit(lambda x: x * 2 + x)), shape, dtypes=dtype)
@@ -769,6 +776,7 @@ for shape in EACH:
     lemma("while", lambda side, x: [
         lax.fori_loop(0, 3, lambda i, c: c * 2, x)], shape)  # fmt: skip
     lemma("while", _as_often, (), shape, dtypes=(I32, F32))
+    lemma("while", lambda side, x: _counted(3, lambda i, c: c * 2, x), shape)
 
 
 @jax.custom_vjp
@@ -885,6 +893,24 @@ for shape in ((N,), ROWS):
         lemma("scan", _in_chunks, shape, dtypes=dtype)
 
 
+def _summed_while(side, x):
+    def body(i, total):
+        return total + lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+    return _counted(side.rows, body, jnp.zeros(x.shape[1:], x.dtype))
+
+
+def _counted_for_all(side, x):
+    """A `while` with as many trips as there are towers, or as rows in all."""
+    by_tower = _counted(side.towers, lambda i, c: c * 2, x)
+    return [*by_tower, *_counted(24, lambda i, c: c, x, step=side.rows)]
+
+
+for shape in ((N,), ROWS):
+    lemma("while", _summed_while, shape)
+    lemma("while", _counted_for_all, shape)
+
+
 def _each_until(side, x):
     def until(x):
         return lax.while_loop(lambda x: x < 3, lambda x: x * 2 + 1, jnp.abs(x))
@@ -947,7 +973,9 @@ for name in "eq ne lt le gt ge".split():
     lemma(name, _compared(name), (), (), kinds=([ZERO, copy(number=1)], [_COUNT]))
 lemma("lt", _compared("lt"), (N,), (N,), dtypes=jnp.int32, kinds=_NUMBERS)
 lemma("ge", _compared("ge"), (), (), dtypes=jnp.int32,
-      kinds=([Valid(), SIZE, copy(-1, ROWS_OF_TOWER)], [SIZE]))  # fmt: skip
+      kinds=([Valid(), SIZE], [SIZE]))  # fmt: skip
+lemma("ge", lambda side, x: [lax.ge(np.int32(side.rows), x)], (), dtypes=jnp.int32,
+      kinds=([SIZE],))  # fmt: skip
 lemma("or", _called(lax.bitwise_or), (N,), (N,), dtypes=jnp.bool_,
       kinds=([_PADDED_FLAG], [IsFull()]))  # fmt: skip
 lemma("or", _called(lax.bitwise_or), (N,), (N,), dtypes=jnp.bool_,

@@ -25,7 +25,6 @@ from towerjax.prover.equality.kinds.kinds import (
     HIGHEST,
     LOWEST,
     PADDING,
-    ROWS_OF_TOWER,
     SIZE,
     ZERO,
     AtLeast,
@@ -46,11 +45,11 @@ from towerjax.prover.equality.kinds.kinds import (
     Mean,
     Minimum,
     NumberInBatch,
+    NumberPair,
     Part,
     RowNumbers,
     RowOrder,
     Size,
-    Stacked,
     TowerId,
     TowerRows,
     Unknown,
@@ -61,6 +60,7 @@ from towerjax.prover.equality.kinds.kinds import (
     part,
     rows,
 )
+from towerjax.prover.equality.kinds.stacked import Stacked
 from towerjax.prover.equality.walk.walk import Walk
 
 AXIS = "towers"
@@ -255,7 +255,7 @@ def _plain_kinds_for(template, dtype, world):
         found += [TowerId(), FirstRow()]
         found += [Valid(), SIZE] if world.padded else []
         if not world.padded:
-            found.append(copy(-1, ROWS_OF_TOWER))
+            found.append(copy(-1, NumberPair(*[x.rows for x in world.sides])))
     if not is_whole:
         found.append(Mean())
         found.append(Mean(vanishes=True, fact=Count(FLAG)))
@@ -274,7 +274,7 @@ class Draw:
         self.near = near
 
     def numbers(self, shape, dtype, times=1):
-        """Numbers of which small sums and products are exact in all dtypes."""
+        """NumberPair of which small sums and products are exact in all dtypes."""
         dtype = np.dtype(dtype)
         low, high = self.near
         if dtype == np.bool_:
@@ -289,7 +289,7 @@ class Draw:
         return np.asarray(x * times).astype(dtype)
 
     def of_padding(self, shape, dtype, level):
-        """Numbers that padding may have."""
+        """NumberPair that padding may have."""
         x = self.numbers(shape, dtype, 3)
         x = np.where(self.rng.random(x.shape) < 0.3, 0, x).astype(dtype)
         if level is InPadding.ANY and not is_integer(dtype):
@@ -309,7 +309,7 @@ class Draw:
         return first, second.astype(dtype)
 
     def of_each(self, of_side, shapes):
-        """Numbers of a tower, as arrays of one tower's shape."""
+        """NumberPair of a tower, as arrays of one tower's shape."""
         found = []
         for side, shape in zip(self.world.sides, shapes, strict=True):
             x = np.asarray(of_side(side))
@@ -325,8 +325,9 @@ def _zero(draw, known, shapes, dtype):
 
 def _copies(draw, known, shapes, dtype):
     axis = draw.world.axis(shapes)
-    if known.number is ROWS_OF_TOWER:
-        return draw.of_each(lambda side: [side.rows] * side.towers, shapes)
+    if isinstance(known.number, NumberPair):
+        of_side = dict(zip(draw.world.sides, known.number, strict=True))
+        return draw.of_each(lambda side: [of_side[side]] * side.towers, shapes)
     shape = [*shapes[0]]
     if axis is not None:
         shape[axis] = 1

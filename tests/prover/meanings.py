@@ -15,7 +15,6 @@ import numpy as np
 from towerjax.prover.equality.kinds.joined import Joined
 from towerjax.prover.equality.kinds.kinds import (
     PADDING,
-    ROWS_OF_TOWER,
     AtLeast,
     Buffer,
     Columns,
@@ -34,14 +33,13 @@ from towerjax.prover.equality.kinds.kinds import (
     Mean,
     Minimum,
     NumberInBatch,
+    NumberPair,
     Part,
     Row,
     RowNumbers,
     RowOrder,
-    RowsInTurn,
     Size,
     SoFar,
-    Stacked,
     TowerId,
     TowerRows,
     Unknown,
@@ -49,6 +47,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Zero,
     blocks_of,
 )
+from towerjax.prover.equality.kinds.stacked import RowsInTurn, Slots, Stacked, Starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,9 +269,10 @@ def _is_copy(case):
     for x in values:
         if not near(as_wide(x), as_wide(np.broadcast_to(x[:1], x.shape)), x.dtype):
             return False
-    if case.known.number is ROWS_OF_TOWER:
-        pairs = zip(case.world.sides, values, strict=True)
-        return all((x == side.rows).all() for side, x in pairs)
+    if isinstance(case.known.number, NumberPair):
+        numbers = zip(case.known.number, values, strict=True)
+        if not all((x == number).all() for number, x in numbers):
+            return False
     if isinstance(case.known.number, bool | int | float):
         number = np.asarray(case.known.number).astype(case.dtype)
         wanted = np.broadcast_to(number, values[0].shape)
@@ -407,8 +407,13 @@ def _are_stacked(case):
             return False
         found.append(np.moveaxis(x[0], axis, 0))
     if isinstance(case.known.of, RowsInTurn):
-        in_turn = [x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for x in found]
+        pairs = zip(found, case.known.of.rows, strict=True)
+        each = [x.reshape(len(x), rows, -1, *x.shape[2:]) for x, rows in pairs]
+        in_turn = [x.swapaxes(0, 1).reshape(-1, *x.shape[3:]) for x in each]
         return case.same(*in_turn)
+    if isinstance(case.known.of, Starts):
+        steps = zip(case.known.of.step, found, strict=True)
+        return all((_last(x) == step * np.arange(len(x))).all() for step, x in steps)
     return case.with_kind(case.known.of, found)
 
 
@@ -542,6 +547,7 @@ _MEANINGS = {
     SoFar: _of_a_loop,
     Counter: _of_a_loop,
     Buffer: _of_a_loop,
+    Slots: _of_a_loop,
 }
 
 

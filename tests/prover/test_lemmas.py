@@ -26,7 +26,7 @@ from towerjax.prover.equality import kinds as kinds_room
 from towerjax.prover.equality import loops as loops_room
 from towerjax.prover.equality import one_tower as one_tower  # registers all rules
 from towerjax.prover.equality import rules as rules_room
-from towerjax.prover.equality.kinds import kinds
+from towerjax.prover.equality.kinds import kinds, stacked
 from towerjax.prover.equality.kinds.equation_pair import Scope, Sizes
 from towerjax.prover.equality.kinds.kinds import (
     Copy,
@@ -70,7 +70,7 @@ NOT_DRAWN |= {*OF_LIBRARY, *RENAMED, *SEVERAL_RIGHT}
 # Rules of what a loop does in a trip; the lemmas of `scan` hold its loops.
 OF_TRIPS = """
     _sum_so_far _largest_so_far _slice_of_buffer _update_of_buffer
-    _gathered_row _written_to_row _sum_of_groups
+    _gathered_row _written_to_row _sum_of_groups _update_of_slots _written_to_slot
 """.split()
 # Primitives that JAX has by another name where a lemma calls them, or inside others.
 INSIDE_OTHERS = """
@@ -130,8 +130,9 @@ def test_what_a_rule_says_holds_in_all_worlds(name, monkeypatch):
 # `test_equal_on_devices`, micro-batches `test_micro_batches_proved`.
 OF_OTHERS = {"maps", "mesh_axes", "within", "micro_batches"}
 STATES = {"replace", "times_tower"}
-for name, x in vars(kinds).items():
-    makes_one = inspect.isfunction(x) and x.__module__ == kinds.__name__
+for name, x in (vars(kinds) | vars(stacked)).items():
+    is_of_kinds = getattr(x, "__module__", "") in (kinds.__name__, stacked.__name__)
+    makes_one = inspect.isfunction(x) and is_of_kinds
     if makes_one or isinstance(x, Kind) or (inspect.isclass(x) and issubclass(x, Kind)):
         STATES.add(name)
 

@@ -28,6 +28,7 @@ from towerjax.prover.equality.kinds.kinds import (
     part,
     rows,
 )
+from towerjax.prover.equality.kinds.stacked import Slots
 
 SHAPES = {
     "a number": (),
@@ -39,7 +40,7 @@ SHAPES = {
     "an entry per tower": (T, 2),
     "groups": (2, (N, 1, 2)),
 }
-IN_A_LOOP = {Row, SoFar, Counter, Buffer}
+IN_A_LOOP = {Row, SoFar, Counter, Buffer, Slots}
 UNSEEN = IN_A_LOOP | {Unknown, Key, Joined}
 
 

@@ -72,7 +72,7 @@ def walk_of(programs, inputs, axes, padded):
     first, second = programs
     sizes = Sizes((first.towers, second.towers), (first.rows, second.rows), padded)
     walk = Recording(sizes, axes, has_keys=True)
-    ins = one_tower.kinds_of_inputs(inputs, padded)
+    ins = one_tower.kinds_of_inputs(inputs, sizes)
     try:
         walk.closed(first.jaxpr, second.jaxpr, ins)
     except ProgramsDifferError:

@@ -13,7 +13,8 @@ import towerjax as tj
 
 NUMBERS = (1, 2, 4)
 ROWS = 8
-FORMS = "scan", "fori_loop", "python", "slices"
+LOOPS = "scan", "fori_loop", "while", "starts", "in turn", "mixed", "slots"
+FORMS = (*LOOPS, "python", "slices")
 
 
 class Draw:
@@ -72,10 +73,13 @@ TOTALS = (
 )
 
 
-def part_of(seed, n, w, x):
-    """The values that one micro-batch adds to sums, and one for the largest."""
+def part_of(seed, n, w, x, y=None):
+    """The values that one micro-batch adds to sums, and one for the largest.
+
+    ``x`` and ``y`` are its rows.
+    """
     rng = np.random.default_rng([seed, 1])
-    draw = Draw(rng, [x, jnp.sin(x)], [w, 0.5 * w])
+    draw = Draw(rng, [x, jnp.sin(x if y is None else y)], [w, 0.5 * w])
     for _ in range(3):
         kinds = WITHIN if rng.random() < 0.85 else ACROSS
         draw.rows.append(draw.of(kinds)(draw))
@@ -99,13 +103,36 @@ def accumulated(seed, n, w, x):
     size = ROWS // n
     zero = jnp.zeros(3), jnp.zeros(3), jnp.full(3, -9.0)
 
-    def added(total, rows):
-        first, second, most = part_of(seed, n, w, rows)
+    def added(total, rows, others=None):
+        first, second, most = part_of(seed, n, w, rows, others)
         return total[0] + first, second + total[1], jnp.maximum(total[2], most)
 
     parts = x.reshape(n, size, 3)
-    if form == "scan":
-        total, _ = lax.scan(lambda c, rows: (added(c, rows), None), zero, parts)
+    in_turn = x.reshape(size, n, 3).swapaxes(0, 1)
+    if form in ("scan", "in turn"):
+        each = parts if form == "scan" else in_turn
+        total, _ = lax.scan(lambda c, rows: (added(c, rows), None), zero, each)
+    elif form == "mixed":
+        total = lax.fori_loop(
+            0, n, lambda i, c: added(c, in_turn[i], _rows_in(rng, x, i, size)), zero
+        )
+    elif form == "while":
+        total = _counted(rng, n, lambda i, c: added(c, parts[i]), zero)
+    elif form == "starts":
+        starts = jnp.arange(n) * (size if rng.random() < 0.8 else size // 2)
+        slices = lambda i: lax.dynamic_slice_in_dim(x, i, size)  # noqa: E731
+        total, _ = lax.scan(lambda c, i: (added(c, slices(i)), None), zero, starts)
+    elif form == "slots":
+        each = in_turn if rng.random() < 0.5 else parts
+
+        def written(i, carry):
+            total, slots = carry
+            return added(total, each[i]), slots.at[i].set(jnp.cos(each[i]))
+
+        total, slots = lax.fori_loop(0, n, written, (zero, jnp.zeros((n, size, 3))))
+        order = "F" if rng.random() < 0.5 else "C"
+        rows = slots.reshape(-1, 3, order=order) if rng.random() < 0.9 else slots[0]
+        total = (total[0], total[1] + rows.sum(0), jnp.maximum(total[2], rows[0]))
     elif form == "fori_loop":
         total = lax.fori_loop(
             0,
@@ -124,6 +151,26 @@ def accumulated(seed, n, w, x):
     if rng.random() < 0.3:
         second = jnp.tanh(second)
     return first, second, most, first / (1 + second**2), first + most
+
+
+def _rows_in(rng, x, i, size):
+    """The rows of a micro-batch, or what is made of their numbers."""
+    if rng.random() < 0.5:
+        return lax.dynamic_slice_in_dim(x, i * size, size)
+    return (1.0 * (i * size + jnp.arange(size)))[:, None] * jnp.ones((1, 3))
+
+
+def _counted(rng, n, body, start):
+    """A `while` of n trips, or of about as many."""
+    first = 0 if rng.random() < 0.8 else 1
+    step = 1 if rng.random() < 0.8 else 2
+    bound = step * n - int(rng.integers(step)) if rng.random() < 0.8 else n - 1
+
+    def trip(carry):
+        i, total = carry
+        return i + step, body(i // step if step > 1 else i, total)
+
+    return lax.while_loop(lambda carry: carry[0] < bound, trip, (first, start))[1]
 
 
 INNER = (
@@ -186,7 +233,7 @@ def maker(seed):
 def is_loop(seed):
     """Whether a program has a loop of JAX, which the proof reads."""
     form = FORMS[int(np.random.default_rng([seed, 2]).integers(len(FORMS)))]
-    return seed % 5 != 0 and form in ("scan", "fori_loop")
+    return seed % 5 != 0 and form in LOOPS
 
 
 def proofs(seed):

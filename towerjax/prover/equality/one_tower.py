@@ -35,13 +35,13 @@ from towerjax.prover.equality.answers.answer import (
 )
 from towerjax.prover.equality.answers.nouns import NOUNS_OF_TOWERS
 from towerjax.prover.equality.answers.says import Says
+from towerjax.prover.equality.kinds.constants import size_of_rows
 from towerjax.prover.equality.kinds.equation_pair import (
     ProgramsDifferError,
     Sizes,
     failed,
 )
 from towerjax.prover.equality.kinds.kinds import (
-    ROWS_OF_TOWER,
     ZERO,
     InPadding,
     Kind,
@@ -234,7 +234,7 @@ def _results_of_pair(
     numbers = [(x.towers, x.rows, x.micro_batches) for x in pair]
     towers, rows_each, micro_batches = zip(*numbers, strict=True)
     sizes = Sizes(towers, rows_each, padded, micro_batches)
-    ins = kinds_of_inputs(inputs, padded)
+    ins = kinds_of_inputs(inputs, sizes)
     kinds = kinds_of_results((first.jaxpr, second.jaxpr), ins, sizes, axes)
     avals = zip(first.jaxpr.out_avals, second.jaxpr.out_avals, strict=True)
     return [
@@ -243,9 +243,9 @@ def _results_of_pair(
     ]
 
 
-def kinds_of_inputs(inputs: Sequence[Given], padded: bool) -> list[Kind]:
+def kinds_of_inputs(inputs: Sequence[Given], sizes: Sizes) -> list[Kind]:
     """Choose the kinds of a tower's inputs, by how towers get them."""
-    numbers = Valid() if padded else copy(-1, ROWS_OF_TOWER)
+    numbers = Valid() if sizes.padded else size_of_rows(sizes)
     return [_INPUTS.get(x, numbers) for x in inputs]
 
 

@@ -27,12 +27,12 @@ from towerjax.prover.equality.kinds.joined import Joined
 from towerjax.prover.equality.kinds.kinds import (
     Copy,
     Kind,
-    Stacked,
     TowerRows,
     Unknown,
     Zero,
     copy,
 )
+from towerjax.prover.equality.kinds.stacked import Stacked
 from towerjax.prover.equality.one_tower import Equality, line_of_result, worst_of
 from towerjax.prover.equality.walk.walk import Walk
 from towerjax.prover.programs.traced import (

@@ -205,6 +205,11 @@ OF_MICRO_BATCHES = Words(
             "A micro-batch changes or reads the sum of those before it. Let each add"
             " to the sum alone, and do all else once, after the loop"
         ),
+        Reason.OWN_NUMBER: (
+            "A micro-batch may read its rows by its number i: x.reshape(n, -1,"
+            " *x.shape[1:])[i], or every n-th row: x.reshape(-1, n, *x.shape[1:])[:,"
+            " i]. In place of a mean so far, add up, and divide after the loop"
+        ),
     },
 )
 BY_OPTION = {words.option: words for words in (OF_DEVICES, OF_MICRO_BATCHES)}

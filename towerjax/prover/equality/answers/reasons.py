@@ -3,7 +3,16 @@
 from collections.abc import Sequence
 
 from towerjax.prover.equality.kinds.equation_pair import EquationPair
-from towerjax.prover.equality.kinds.kinds import EXTREME, Kind, Mean, Part, SoFar
+from towerjax.prover.equality.kinds.kinds import (
+    EXTREME,
+    FirstRow,
+    Kind,
+    Mean,
+    Part,
+    RowNumbers,
+    SoFar,
+    TowerId,
+)
 from towerjax.prover.equality.kinds.reasons import Reason
 
 _DRAWS = "random_"  # the names of primitives of keys and of draws start with it
@@ -11,6 +20,7 @@ _OF_KINDS = {
     SoFar: Reason.SUM_SO_FAR,
     Part: Reason.SUM_OF_OWN_ROWS,
     EXTREME: Reason.EXTREME_OF_OWN_ROWS,
+    TowerId | FirstRow | RowNumbers: Reason.OWN_NUMBER,
 }
 
 

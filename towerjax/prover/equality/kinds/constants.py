@@ -10,11 +10,11 @@ from jax.core import Tracer
 
 from towerjax.prover.equality.kinds.equation_pair import Sizes
 from towerjax.prover.equality.kinds.kinds import (
-    ROWS_OF_TOWER,
     SIZE,
     ZERO,
     InPadding,
     Kind,
+    NumberPair,
     Unknown,
     copy,
 )
@@ -56,23 +56,24 @@ def kind_of_constant(sizes: Sizes, first: Any, second: Any) -> Kind:
             return size_of_rows(sizes)
         if sizes.are_of_tower(a.item(), b.item()):
             return SIZE
+    is_real = is_number and a.dtype.kind != "c"
     is_finite = bool(np.isfinite(a).all())
     level = InPadding.AS_EXAMPLE if is_finite else InPadding.ANY
     if np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
-        number = a.item() if is_number and a.dtype.kind != "c" else None
-        return copy(0, number).replace(in_padding=level)
+        return copy(0, a.item() if is_real else None).replace(in_padding=level)
     power = _power_between(sizes, a, b)
     if power is None:
         why = "a constant depends on the number of {many}"
         return Unknown(why=why)
-    return copy(power).replace(in_padding=level)
+    numbers = NumberPair(a.item(), b.item()) if is_real else None
+    return copy(power, numbers).replace(in_padding=level)
 
 
 def size_of_rows(sizes: Sizes) -> Kind:
     """The number of a tower's rows is B / T; with padding it is a `Size`."""
     if sizes.padded:
         return SIZE
-    return copy(-1, ROWS_OF_TOWER)
+    return copy(-1, NumberPair(*sizes.rows))
 
 
 def _power_between(sizes: Sizes, a: Any, b: Any) -> Fraction | None:

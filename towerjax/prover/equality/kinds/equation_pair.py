@@ -11,6 +11,8 @@ from towerjax.jaxprs.sites import Site, user_line
 from towerjax.prover.equality.kinds.kinds import (
     Copy,
     Kind,
+    NumberPair,
+    Size,
     Unknown,
     Zero,
 )
@@ -51,6 +53,19 @@ class Sizes(NamedTuple):
         """Return whether both sizes are a tower's rows, of all micro-batches."""
         triples = zip((first, second), self.rows, self.parts, strict=True)
         return self.parts != (1, 1) and all(x == n * k for x, n, k in triples)
+
+    def is_rows_of_tower(self, x: Kind) -> bool:
+        """Return whether a value is the number of a tower's rows, padding included."""
+        return isinstance(x, Size) or (isinstance(x, Copy) and x.number == self.rows)
+
+    def numbers_of(self, x: Kind) -> tuple[Any, Any] | None:
+        """Find the numbers that a value is in the two programs; None if not known."""
+        if self.is_rows_of_tower(x):
+            return self.rows
+        if isinstance(x, Copy) and isinstance(x.number, NumberPair):
+            return x.number
+        number = constant_of(x)
+        return None if number is None else (number, number)
 
     def axes(self, first: Any, second: Any) -> tuple[int | None, int | None]:
         """Find an array's dim of rows and its dim of towers; each may be None.

@@ -180,13 +180,14 @@ class Zero(Kind):
     name = "zero"
 
 
-class RowsOfTower(enum.Enum):
-    """A mark that `Copy.number` may hold: the value is the number of a tower's rows."""
+class NumberPair(NamedTuple):
+    """A number that differs between the two programs, such as that of a tower's rows.
 
-    NUMBER = "rows of a tower"
+    Its fields are its values in the two programs.
+    """
 
-
-ROWS_OF_TOWER = RowsOfTower.NUMBER
+    first: Any
+    second: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,12 +195,13 @@ class Copy(Kind):
     """A replicated value: all towers have the same.
 
     A replicated value with a dim of rows is constant along that dim. If all its
-    elements are one known number, ``number`` is that number.
+    elements are one known number, ``number`` is that number: one for both programs, or
+    one for each.
     """
 
     name = "a replicated value"
     no_identity = {"fact": None, "number": None}
-    number: bool | int | float | RowsOfTower | None = None
+    number: bool | int | float | NumberPair | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,26 +283,6 @@ class Mean(Kind):
     name = MEAN_OF_OWN_ROWS
     divisor: Any = NO_POWER
     vanishes: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class RowsInTurn:
-    """Rows that are dealt out in turn: tower t has the rows t, t + T, t + 2 T, ..."""
-
-    name = PERMUTED  # its text in reasons, as for a `Kind`
-
-
-@dataclasses.dataclass(frozen=True)
-class Stacked(Kind):
-    """An array that holds all towers' values, each of the kind ``of``."""
-
-    name = "the values of all {many}"
-    of: type[Kind] | RowsInTurn = dataclasses.field(kw_only=True)
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether the kind stays if all values are multiplied by one number."""
-        return self.of in (Copy, Part, TowerRows, RowsInTurn())
 
 
 # The next kinds are of numbers and random keys that differ from tower to tower.
@@ -473,26 +455,6 @@ def permuted(x: Kind, axis: int, order: Any) -> Groups:
 def blocks_of(x: Kind) -> int:
     """Count how often a dim of rows repeats all rows; 1 if there is no such dim."""
     return x.blocks if isinstance(x, TowerRows) else 1
-
-
-def is_rows_of_tower(x: Kind) -> bool:
-    """Return whether a value is the number of a tower's rows, padding included."""
-    return isinstance(x, Size) or (isinstance(x, Copy) and x.number is ROWS_OF_TOWER)
-
-
-def of_one_tower(x: Stacked, axis: int | None) -> Kind:
-    """Take one tower's value out of an array of all towers' values.
-
-    ``axis`` is the dim of rows of that value; None if it has none.
-    """
-    if isinstance(x.of, RowsInTurn):
-        own_rows = rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
-        return own_rows if axis is None else permuted(own_rows, axis, x.of)
-    if x.of is TowerRows and axis is not None:
-        return rows(x.power).replace(in_padding=InPadding.AS_EXAMPLE)
-    if x.of is TowerId and x.power:
-        raise NotOfOneKindError(f"no rule for {x.of(x.power)}")
-    return x.of(x.power)
 
 
 def as_part(value: Kind) -> Kind:

@@ -17,6 +17,7 @@ class Reason(enum.Enum):
     SUM_OF_OWN_ROWS = "a sum over one's own rows is used before all are added up"
     EXTREME_OF_OWN_ROWS = "a maximum or minimum of one's own rows is used"
     SUM_SO_FAR = "a loop uses the sum of its trips so far"
+    OWN_NUMBER = "one's own number, or that of a row, is computed with"
     ROWS_MEET_ROWS = "one's own rows meet each other"
 
 

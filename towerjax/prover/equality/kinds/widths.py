@@ -21,10 +21,9 @@ from towerjax.prover.equality.kinds.kinds import (
     RowOrder,
     Size,
     SoFar,
-    Stacked,
     Valid,
-    is_rows_of_tower,
 )
+from towerjax.prover.equality.kinds.stacked import Stacked, Starts
 from towerjax.prover.equality.rules.rules import NUMBER
 
 _NUMBERS_OF_TOWER: TypeAlias = NUMBER | RowOrder | Columns | Valid | Size
@@ -47,7 +46,9 @@ def holds_sums(dtype: Any) -> bool:
 def why_not_held(pair: EquationPair, result: int, value: Kind) -> str:
     """Tell why a dtype may not hold the value that a rule found; "" if it does."""
     dtype = pair.out_dtype(result)
-    is_number = isinstance(value, _NUMBERS_OF_TOWER) or is_rows_of_tower(value)
+    is_number = isinstance(value, _NUMBERS_OF_TOWER)
+    is_number |= pair.sizes.is_rows_of_tower(value)
+    is_number |= isinstance(value, Stacked) and isinstance(value.of, Starts)
     if is_number and dtype.itemsize < 4:
         return f"{value} becomes {dtype.name}, which cannot hold it"
     if sub_jaxprs(pair.first):

@@ -21,6 +21,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Zero,
     rows_as,
 )
+from towerjax.prover.equality.loops.counts import Steps
 
 
 def chunks_of(pair: EquationPair) -> "Chunks | None":
@@ -49,11 +50,12 @@ class Chunks:
 
     one = "chunk of rows"
     shared = Copy | Zero | Unknown
-    index = None
-    count = None
 
     def __init__(self, pair: EquationPair) -> None:
         self.pair = pair
+
+    def index(self, steps: Steps) -> None:
+        """Describe no index: no rule reads one."""
 
     def slice_of(self, operand: int, x: Kind) -> Kind | None:
         """Give a trip its chunk: rows."""

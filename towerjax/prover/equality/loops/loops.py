@@ -27,14 +27,15 @@ from towerjax.prover.equality.kinds.kinds import (
     Minimum,
     NotOfOneKindError,
     RowOrder,
-    Stacked,
     TowerRows,
     Unknown,
     Zero,
     joined,
     rows,
 )
+from towerjax.prover.equality.kinds.stacked import Stacked
 from towerjax.prover.equality.loops.chunks import chunks_of
+from towerjax.prover.equality.loops.counts import as_scan
 from towerjax.prover.equality.loops.micro_batches import micro_batches_of
 from towerjax.prover.equality.loops.row_loops import row_trips_of
 from towerjax.prover.equality.loops.trips import over_trips
@@ -226,8 +227,11 @@ def _refuse_special(ins: Sequence[Kind]) -> None:
 def _while_it_holds(pair: EquationPair, *ins: Kind) -> list[Kind]:
     """Run a `while` loop, in which all towers must make the same trips.
 
-    In a loop that ``vmap`` made, each row makes its own trips.
+    One that counts up to a number is a `scan`. In a loop that ``vmap`` made, each row
+    makes its own trips.
     """
+    if scan := as_scan(pair):
+        return _scanned(scan, *scan.ins)
     first = pair.first.params
     second = pair.second.params
     tests = first["cond_nconsts"]

@@ -35,15 +35,14 @@ from towerjax.prover.equality.kinds.kinds import (
     Minimum,
     NotOfOneKindError,
     Part,
-    Stacked,
     TowerRows,
     Unknown,
     Zero,
     blocks_of,
     copy,
-    of_one_tower,
     rows,
 )
+from towerjax.prover.equality.kinds.stacked import Stacked, of_one_tower
 from towerjax.prover.equality.loops.mesh_axes import (
     MeshAxes,
     only_others_grow,
@@ -173,7 +172,8 @@ def _given_device(pair: EquationPair, operand: int, reading: _Reading) -> Kind:
     is_of_each = split is not None and axes.has_each_tower_of(pair.sizes)
     if isinstance(x, Stacked) and is_of_each:
         if pair.towers_in[operand] == split and isinstance(x.of, type):
-            return of_one_tower(x, pair.rows_in[operand])
+            axis = pair.rows_in[operand]
+            return of_one_tower(x, axis, dealt=TowerRows, each=pair.sizes.rows)
     return pair.unknown(f"no rule for a shard_map of {x}")
 
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from towerjax.jaxprs.params import loop_sizes
-from towerjax.prover.equality.kinds.constants import size_of_rows
 from towerjax.prover.equality.kinds.equation_pair import EquationPair
 from towerjax.prover.equality.kinds.kinds import (
     ZERO,
@@ -22,6 +21,7 @@ from towerjax.prover.equality.kinds.kinds import (
     copy,
     rows,
 )
+from towerjax.prover.equality.loops.counts import Steps
 
 
 def row_trips_of(pair: EquationPair) -> "RowTrips | None":
@@ -43,17 +43,14 @@ class RowTrips:
 
     one = "row of a loop over {its} rows"
     shared = Kind
-    index = Counter()
 
     def __init__(self, pair: EquationPair, lengths: tuple[Any, Any]) -> None:
         self.pair = pair
         self._lengths = lengths
-        is_of_each = pair.sizes.times(*lengths) == 1
-        self.count = (
-            size_of_rows(pair.sizes)
-            if is_of_each
-            else pair.unknown("a loop counts several trips for each of {its} rows")
-        )
+
+    def index(self, steps: Steps) -> Kind | None:
+        """Describe a carry that counts the trips."""
+        return Counter() if steps == (1, 1) else None
 
     def slice_of(self, operand: int, x: Kind) -> Kind | None:
         """Give a trip its row of an array of rows, and its element of a replicated."""

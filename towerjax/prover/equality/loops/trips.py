@@ -14,11 +14,9 @@ after the loop, differs between the three; `Trips` has the functions that say so
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import jax.numpy as jnp
-from jax.extend.core import Literal
-
-from towerjax.jaxprs.params import loop_sizes, open_jaxpr
+from towerjax.jaxprs.params import loop_sizes
 from towerjax.prover.equality.answers.reasons import reason_of_kinds
+from towerjax.prover.equality.kinds.constants import kind_of_constant
 from towerjax.prover.equality.kinds.equation_pair import EquationPair
 from towerjax.prover.equality.kinds.kinds import (
     Buffer,
@@ -30,6 +28,8 @@ from towerjax.prover.equality.kinds.kinds import (
     added,
     part,
 )
+from towerjax.prover.equality.kinds.stacked import Slots
+from towerjax.prover.equality.loops.counts import KEPT, Steps, steps_of
 from towerjax.prover.equality.rules.choices import extreme_of_trips, is_same_carry
 
 
@@ -46,13 +46,11 @@ class Trips(Protocol):
     one: str
     shared: Any
 
-    @property
-    def index(self) -> Kind | None:
-        """The kind of a carry that counts the trips; None if no rule reads it."""
+    def index(self, steps: Steps) -> Kind | None:
+        """Describe a carry that grows from 0 by these steps; None if no rule reads it.
 
-    @property
-    def count(self) -> Kind | None:
-        """The kind of the index after all trips; None if there is no index."""
+        ``steps`` are what a trip adds to it, in both programs.
+        """
 
     def slice_of(self, operand: int, x: Kind) -> Kind | None:
         """Give a trip its slice of an array; None if no rule does."""
@@ -77,41 +75,17 @@ def over_trips(trips: Trips, programs: Sequence[Any]) -> list[Kind]:
     pair = trips.pair
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
-    bodies = [open_jaxpr(x) for x in programs]
     bare = [x.bare() for x in pair.ins]
     befores = bare[consts:start]
-    changes = [_change_in_both(bodies, consts + i, i) for i in range(carry_size)]
+    steps = [steps_of(programs, consts + i, i) for i in range(carry_size)]
     shared = [_shared(trips, x) for x in bare[:consts]]
-    carry = [
-        _before_a_trip(trips, consts + i, change) for i, change in enumerate(changes)
-    ]
+    carry = [_before_a_trip(trips, consts + i, step) for i, step in enumerate(steps)]
     slices = [_slice_of(trips, i) for i in range(start, len(bare))]
     outs = trips.walk(programs, [*shared, *carry, *slices])
-    changed = zip(befores, changes, carry, outs[:carry_size], strict=True)
+    changed = zip(befores, steps, carry, outs[:carry_size], strict=True)
     ends = [_after_all_trips(trips, *each) for each in changed]
     stacked = enumerate(outs[carry_size:], carry_size)
     return [*ends, *[_stacked(trips, i, x) for i, x in stacked]]
-
-
-def _change_in_both(bodies: Sequence[Any], operand: int, result: int) -> str:
-    """Tell how a trip changes a carry: not ("kept"), by 1 ("counted"), or "other"."""
-    changes = {_change_of(body, operand, result) for body in bodies}
-    return changes.pop() if len(changes) == 1 else "other"
-
-
-def _change_of(body: Any, operand: int, result: int) -> str:
-    before = body.invars[operand]
-    after = body.outvars[result]
-    if after is before:
-        return "kept"
-    is_whole = jnp.issubdtype(before.aval.dtype, jnp.integer)  # a key has no kind
-    is_number = is_whole and before.aval.shape == ()
-    for eqn in body.eqns:
-        if is_number and after in eqn.outvars and eqn.primitive.name == "add":
-            ones = [x for x in eqn.invars if isinstance(x, Literal) and x.val == 1]
-            if ones and any(x is before for x in eqn.invars):
-                return "counted"
-    return "other"
 
 
 def _shared(trips: Trips, x: Kind) -> Kind:
@@ -121,17 +95,17 @@ def _shared(trips: Trips, x: Kind) -> Kind:
     return trips.pair.unknown(f"each {trips.one} uses {x}")
 
 
-def _before_a_trip(trips: Trips, operand: int, change: str) -> Kind:
+def _before_a_trip(trips: Trips, operand: int, steps: Steps | None) -> Kind:
     """Take a carry for the trip's index, an array to fill, or a sum or extreme so far.
 
-    A carry that is counted up from 0 is the index. One that no trip changes is shared.
+    A carry that grows from 0 may be the index. One that no trip changes is shared.
     """
     x = trips.pair.ins[operand].bare()
-    if change == "kept":
+    if steps == KEPT:
         return _shared(trips, x)
-    if change == "counted" and isinstance(x, Zero) and not trips.pair.params["reverse"]:
-        if trips.index is not None:
-            return trips.index
+    if steps and isinstance(x, Zero) and not trips.pair.params["reverse"]:
+        if index := trips.index(steps):
+            return index
     if isinstance(x, Unknown):
         return x
     number = operand - loop_sizes(trips.pair.first)[0]
@@ -148,17 +122,17 @@ def _slice_of(trips: Trips, operand: int) -> Kind:
 
 
 def _after_all_trips(
-    trips: Trips, before: Kind, change: str, start: Kind, end: Kind
+    trips: Trips, before: Kind, steps: Steps | None, start: Kind, end: Kind
 ) -> Kind:
     """Find what a carry is after the loop, from its kinds around a trip.
 
     ``before`` is its kind before the loop, ``start`` before a trip, and ``end`` after
     it.
     """
-    if change == "kept":
+    if steps == KEPT:
         return before
-    if trips.count is not None and start == trips.index:
-        return trips.count
+    if steps and start == trips.index(steps):
+        return _count(trips, steps)
     if isinstance(end, Unknown):
         return end
     try:
@@ -170,11 +144,19 @@ def _after_all_trips(
             return added([before, trips.over_all(part(end.power))])
     except NotOfOneKindError as error:
         return trips.pair.unknown_by(error)
-    if isinstance(start, Buffer) and isinstance(end, Buffer):
+    if isinstance(start, Buffer | Slots) and isinstance(end, Buffer | Slots):
         if start.carry == end.carry:
             return trips.over_all(end)
     why = f"each {trips.one} depends on the one before it"
     return trips.pair.unknown(why, reason_of_kinds([start]))
+
+
+def _count(trips: Trips, steps: Steps) -> Kind:
+    """``n s``: find what a carry is that grew from 0 by s in each of n trips."""
+    pair = trips.pair
+    lengths = [eqn.params["length"] for eqn in (pair.first, pair.second)]
+    ends = [n * step for n, step in zip(lengths, steps, strict=True)]
+    return kind_of_constant(pair.sizes, *ends)
 
 
 def _stacked(trips: Trips, result: int, x: Kind) -> Kind:

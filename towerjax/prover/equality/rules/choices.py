@@ -33,7 +33,6 @@ from towerjax.prover.equality.kinds.kinds import (
     Zero,
     copy,
     function_of,
-    is_rows_of_tower,
     joined,
     rows,
 )
@@ -121,8 +120,9 @@ def _comparison(pair: EquationPair, x: Kind, y: Kind) -> Kind:
     if pair.name == "lt" and isinstance(y, Zero):
         if isinstance(x, Zero) or isinstance(x.fact, NumberInBatch):
             return copy(number=False)
-    if pair.name == "ge" and is_rows_of_tower(x) and _is_size_of_tower(pair, y):
-        return copy(number=True)
+    if pair.name == "ge" and pair.sizes.is_rows_of_tower(x):
+        if _is_size_of_tower(pair, y):
+            return copy(number=True)
     for one, other, names in ((x, y, ("gt", "ne")), (y, x, ("lt", "ne"))):
         if isinstance(one.fact, Flag) and isinstance(other, Zero):
             if pair.name in names:
@@ -156,7 +156,7 @@ def _is_example(pair: EquationPair, x: RowNumbers, y: Valid) -> Kind:
 def _is_row(pair: EquationPair, x: RowNumbers, y: Copy | Size) -> Kind:
     """The index of each row is below the number of rows."""
     is_each = pair.times_rows(0, pair.rows_in[0]) == 1
-    if not (is_each and is_rows_of_tower(y)):
+    if not (is_each and pair.sizes.is_rows_of_tower(y)):
         raise refused(pair)
     return copy(number=True)
 
@@ -173,7 +173,7 @@ def _is_full(pair: EquationPair, x: Valid, y: Copy | Size) -> Kind:
 @rule("ge", Copy, Size, knows_identity=True)
 def _has_all_rows(pair: EquationPair, x: Copy | Size, y: Copy | Size) -> Kind:
     """A tower's number of rows is at least itself."""
-    if not (is_rows_of_tower(x) and _is_size_of_tower(pair, y)):
+    if not (pair.sizes.is_rows_of_tower(x) and _is_size_of_tower(pair, y)):
         raise refused(pair)
     return copy(number=True)
 
@@ -184,7 +184,7 @@ def _is_size_of_tower(pair: EquationPair, x: Kind) -> bool:
     In several micro-batches a tower has as many rows as in one.
     """
     number = constant_of(x)
-    return is_rows_of_tower(x) or pair.sizes.are_of_tower(number, number)
+    return pair.sizes.is_rows_of_tower(x) or pair.sizes.are_of_tower(number, number)
 
 
 @rule("or", ELEMENTS, ELEMENTS, knows_identity=True)

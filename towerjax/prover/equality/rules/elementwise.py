@@ -29,18 +29,18 @@ from towerjax.prover.equality.kinds.kinds import (
     RowOrder,
     Size,
     SoFar,
-    Stacked,
     TowerId,
+    TowerRows,
     Valid,
     Zero,
     as_part,
     copy,
     function_of,
-    is_rows_of_tower,
     joined,
     product_of,
     rows,
 )
+from towerjax.prover.equality.kinds.stacked import Stacked, Starts
 from towerjax.prover.equality.rules import guards
 from towerjax.prover.equality.rules.rules import (
     NUMBER,
@@ -159,7 +159,7 @@ def _converted(pair: EquationPair, x: Kind) -> Kind:
     if new.kind in "iu":
         if old.kind in "iu" and isinstance(x, _WHOLE_NUMBERS):
             return x
-        if is_rows_of_tower(x):
+        if pair.sizes.is_rows_of_tower(x):
             return x
     converted = function_of([x], f"a conversion to {new.name}")
     # Integers and bools hold 0 and 1 exactly, so the result is the same flag.
@@ -202,20 +202,21 @@ def _sum_of_groups(pair: EquationPair, x: Groups, y: Groups) -> Kind:
 def _numbers_in_batch(pair: EquationPair, x: RowNumbers, y: FirstRow) -> Kind:
     """A row's index in its tower + the tower's first row = its index in the batch.
 
-    This holds only if all towers have equally many rows, and none is padding, and if
-    each tower has all its rows at once.
+    This holds only if all towers have equally many rows, one after another, and none is
+    padding, and if each tower has all its rows at once.
     """
     is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
+    is_even &= pair.walk.dealt is TowerRows
     if pair.times_rows(0, pair.rows_in[0]) != 1 or not is_even:
         raise NotOfOneKindError("no rule for a sum with a {one}'s first row number")
     is_vector = len(pair.shape(0)) == 1
     return rows().replace(fact=NumberInBatch() if is_vector else None)
 
 
-@rule("sub", NUMBER, Zero, knows_identity=True)
-@rule("add add_any", NUMBER, Zero, knows_identity=True, commutes=True)
+@rule("sub", NUMBER | Stacked, Zero, knows_identity=True)
+@rule("add add_any", NUMBER | Stacked, Zero, knows_identity=True, commutes=True)
 def _number_and_zero(pair: EquationPair, x: Kind, y: Zero) -> Kind:
-    """``i + 0 = i``, for the index i of a tower or row."""
+    """``i + 0 = i``, for the index i of a tower or row, or for all towers' values."""
     return x
 
 
@@ -268,7 +269,7 @@ def _number_of_tower(pair: EquationPair, x: Kind, y: Copy) -> Kind:
     """
     if y.number == 1:
         return x
-    if isinstance(x, TowerId) and is_rows_of_tower(y):
+    if isinstance(x, TowerId) and pair.sizes.is_rows_of_tower(y):
         return FirstRow()
     raise refused(pair)
 
@@ -280,6 +281,10 @@ def _multiple_of_all(pair: EquationPair, x: Groups | Stacked, y: Copy) -> Kind:
     The kind stays. All other values are refused: a negative number would exchange
     maxima and minima, and a multiple of an index is another number.
     """
+    numbers = pair.sizes.numbers_of(y)
+    if isinstance(x, Stacked) and x.of is TowerId and numbers is not None:
+        if not x.power and _is_whole(pair):
+            return Stacked(of=Starts(numbers))
     if pair.shape(1) != () or not _is_linear(x):
         raise refused(pair)
     return x.times_tower(x.power + y.power)

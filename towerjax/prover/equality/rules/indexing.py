@@ -17,6 +17,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Copy,
     Counter,
     FirstRow,
+    Groups,
     Key,
     Kind,
     Maximum,
@@ -27,7 +28,6 @@ from towerjax.prover.equality.kinds.kinds import (
     Row,
     RowNumbers,
     RowOrder,
-    Stacked,
     TowerId,
     TowerRows,
     Zero,
@@ -35,12 +35,12 @@ from towerjax.prover.equality.kinds.kinds import (
     blocks_of,
     copy,
     joined,
-    of_one_tower,
     part,
     permuted,
     product_of,
     rows,
 )
+from towerjax.prover.equality.kinds.stacked import Slots, Stacked, of_one_tower
 from towerjax.prover.equality.kinds.zeros import fills_with_zero
 from towerjax.prover.equality.rules.rules import OF_ONE_TOWER, SPECIAL, rule
 
@@ -74,6 +74,12 @@ def _with_this_row(x: Buffer, new: Kind) -> Kind:
     return x.replace(power=new.power, zeros=x.zeros & new.zeros)
 
 
+def _own_value(pair: EquationPair, x: Stacked) -> Kind:
+    """Take the tower's own value out of an array of all towers' values."""
+    walk = pair.walk
+    return of_one_tower(x, pair.rows_out[0], dealt=walk.dealt, each=pair.sizes.rows)
+
+
 def _are_same(indices: Any) -> bool:
     """Return whether all towers have the same indices."""
     return all(isinstance(v, SAME_FOR_ALL) and not v.power for v in indices)
@@ -94,7 +100,7 @@ def _slice_of_stacked(pair: EquationPair, x: Stacked, *at: Kind) -> Kind:
     is_whole = all(sizes[i] == shape[i] for i in others)
     if not (is_own and is_whole and _are_same([at[i] for i in others])):
         raise NotOfOneKindError(_OTHER_TOWER)
-    return of_one_tower(x, pair.rows_out[0])
+    return _own_value(pair, x)
 
 
 @rule("dynamic_slice", Buffer, every=OF_ONE_TOWER)
@@ -165,6 +171,7 @@ def _are_rows_of_batch(pair: EquationPair, operand: int, axis: int, at: Any) -> 
     pairs = zip(pair.sizes.towers, pair.sizes.rows, strict=True)
     is_whole = pair.sizes_along(operand, axis) == tuple(t * n for t, n in pairs)
     is_whole &= not pair.sizes.padded and pair.sizes.parts == (1, 1)
+    is_whole &= pair.walk.dealt is TowerRows
     others = [v for i, v in enumerate(at) if i != axis]
     return is_whole and isinstance(at[axis], FirstRow) and _are_same(others)
 
@@ -206,6 +213,18 @@ def _update_at(pair: EquationPair, x: Kind, new: Kind, *at: Kind) -> Kind:
     if axis is not None and pair.shape(0)[axis] != pair.shape(1)[axis]:
         raise NotOfOneKindError(_AMONG_ROWS)
     return joined([x, new], "together with")
+
+
+@rule("dynamic_update_slice", Slots, OF_ONE_TOWER | Groups, every=OF_ONE_TOWER)
+def _update_of_slots(pair: EquationPair, x: Slots, new: Kind, *at: Kind) -> Kind:
+    """Write the whole entry of this trip's micro-batch."""
+    is_own = pair.towers_in[0] == 0 and isinstance(at[0], TowerId)
+    is_one = pair.sizes_along(1, 0) == (1, 1)
+    is_whole = pair.shape(1)[1:] == pair.shape(0)[1:]
+    axis = pair.rows_in[1]
+    if not (is_own and is_one and is_whole) or isinstance(new, Groups):
+        raise NotOfOneKindError(f"no rule for a write of {new} to {x}")
+    return x.replace(entry=new, axis=None if axis is None else axis - 1)
 
 
 def _columns_of(pair: EquationPair) -> list[Any]:
@@ -257,7 +276,7 @@ def _own_by_index(pair: EquationPair, x: Stacked, at: Kind) -> Kind:
     others = [i for i in range(len(sizes)) if i != axis]
     if not is_own or any(sizes[i] != pair.shape(0)[i] for i in others):
         raise NotOfOneKindError(_OTHER_TOWER)
-    return of_one_tower(x, pair.rows_out[0])
+    return _own_value(pair, x)
 
 
 @rule("gather", ELEMENTS | Buffer, Counter, copies_as_rows=True)
@@ -423,6 +442,18 @@ def _written_to_row(pair: EquationPair, x: Buffer, at: Kind, new: Kind) -> Kind:
     if not is_row:
         raise NotOfOneKindError(_AMONG_ROWS)
     return _with_this_row(x, new)
+
+
+@rule(_SCATTERS, Slots, TowerId, OF_ONE_TOWER | Groups)
+def _written_to_slot(pair: EquationPair, x: Slots, at: TowerId, new: Kind) -> Kind:
+    """Scatter to the whole entry of this trip's micro-batch."""
+    _refuse_function(pair)
+    dims = pair.params["dimension_numbers"]
+    is_own = dims.scatter_dims_to_operand_dims == dims.inserted_window_dims == (0,)
+    is_own &= pair.towers_in[0] == 0 and pair.name == "scatter"
+    if not is_own or pair.shape(2) != pair.shape(0)[1:]:
+        raise NotOfOneKindError(f"no rule for a write of {new} to {x}")
+    return x.replace(entry=new, axis=pair.rows_in[2])
 
 
 @rule(

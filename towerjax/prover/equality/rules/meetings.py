@@ -17,7 +17,6 @@ from towerjax.prover.equality.kinds.kinds import (
     NotOfOneKindError,
     Part,
     RowNumbers,
-    Stacked,
     TowerId,
     TowerRows,
     Zero,
@@ -29,6 +28,7 @@ from towerjax.prover.equality.kinds.kinds import (
     rows,
 )
 from towerjax.prover.equality.kinds.reasons import Reason
+from towerjax.prover.equality.kinds.stacked import Stacked
 from towerjax.prover.equality.rules.rules import refused, rule
 
 _MERGED: TypeAlias = Copy | Part | Maximum | Minimum

@@ -43,11 +43,11 @@ from towerjax.prover.equality.kinds.kinds import (
     RowOrder,
     Size,
     SoFar,
-    Stacked,
     TowerId,
     Valid,
     rows,
 )
+from towerjax.prover.equality.kinds.stacked import Slots, Stacked
 
 Rule: TypeAlias = Callable[..., Any]
 """A function of an `EquationPair` and of each operand's kind.
@@ -64,7 +64,9 @@ OF_TOWER: TypeAlias = NUMBER | Key | Valid | Size | IsFull | AtLeast
 OF_ONE_TOWER: TypeAlias = LINEAR | EXTREME | Mean | OF_TOWER
 """Kinds of an array that one tower has, or of one row of such an array."""
 
-SPECIAL: TypeAlias = Groups | Stacked | Joined | Columns | SoFar | Buffer | RowOrder
+SPECIAL: TypeAlias = (
+    Groups | Stacked | Joined | Columns | SoFar | Buffer | Slots | RowOrder
+)
 """All other kinds, which are not of one tower's array; few rules accept them."""
 
 

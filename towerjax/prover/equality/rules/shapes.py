@@ -27,9 +27,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Row,
     RowNumbers,
     RowOrder,
-    RowsInTurn,
     Size,
-    Stacked,
     TowerId,
     TowerRows,
     Valid,
@@ -40,6 +38,7 @@ from towerjax.prover.equality.kinds.kinds import (
     permuted,
     rows,
 )
+from towerjax.prover.equality.kinds.stacked import RowsInTurn, Stacked
 from towerjax.prover.equality.rules.rules import OF_ONE_TOWER, refused, rule
 
 _OF_EACH_ROW: TypeAlias = Valid | IsFull | Size
@@ -263,14 +262,24 @@ def _from_groups(pair: EquationPair, x: Groups) -> Kind:
 def _joined_over_towers(pair: EquationPair, x: Stacked) -> Kind:
     """Reshape all towers' rows ``[T, b, ...]`` to the batch ``[B, ...]``.
 
-    It is replicated: all towers have the rows of the batch.
+    It is replicated: all towers have the rows of the batch. Rows that the towers have
+    in turn are joined from ``[b, T, ...]``.
     """
     pair = _in_order_of_read(pair)
-    is_first = pair.towers_in[0] == 0 and pair.rows_in[0] == 1
-    is_first &= pair.shape(0)[0] == pair.sizes.towers[0]
-    is_joined = pair.shape(0)[2:] == pair.out_shape()[1:] and is_first
+    towers, row_dim = pair.towers_in[0], pair.rows_in[0]
+    if towers is None or row_dim is None or pair.sizes.padded:
+        raise refused(pair)
+    old = pair.shape(0)
+    start = min(towers, row_dim)
+    of = TowerRows
+    if start == row_dim:
+        first, second = pair.sizes_along(0, row_dim)
+        of = RowsInTurn((first, second))
+    new = (*old[:start], old[towers] * old[row_dim], *old[start + 2 :])
+    is_joined = abs(towers - row_dim) == 1 and pair.out_shape() == new
+    is_joined &= old[towers] == pair.sizes.towers[0]
     is_whole = pair.rows_out[0] is None and pair.towers_out[0] is None
-    if x.of is not TowerRows or not (is_joined and is_whole) or pair.sizes.padded:
+    if x.of != of or not (is_joined and is_whole):
         raise refused(pair)
     return copy(x.power)
 
@@ -349,7 +358,11 @@ def _split_over_towers(pair: EquationPair, x: Kind) -> Kind:
     is_all = shape[towers or 0] == pair.sizes.towers[0]
     if not (is_split and is_all) or pair.sizes.padded:
         raise refused(pair)
-    return Stacked(x.power, of=TowerRows if start == towers else RowsInTurn())
+    if start == towers:
+        return Stacked(x.power, of=TowerRows)
+    avals: list[Any] = [eqn.outvars[0].aval for eqn in (pair.first, pair.second)]
+    first, second = [aval.shape[row_dim] for aval in avals]
+    return Stacked(x.power, of=RowsInTurn((first, second)))
 
 
 def _ones_apart(shape: tuple[Any, ...], axis: Any) -> tuple[Any, Any]:

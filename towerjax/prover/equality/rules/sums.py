@@ -27,7 +27,6 @@ from towerjax.prover.equality.kinds.kinds import (
     Part,
     RowNumbers,
     RowOrder,
-    Stacked,
     TowerRows,
     Unknown,
     Zero,
@@ -40,6 +39,7 @@ from towerjax.prover.equality.kinds.kinds import (
     permuted,
     product_of,
 )
+from towerjax.prover.equality.kinds.stacked import RowsInTurn, Stacked
 from towerjax.prover.equality.kinds.widths import holds_sums
 from towerjax.prover.equality.kinds.zeros import is_over_none, zeros_of
 from towerjax.prover.equality.rules import guards
@@ -218,7 +218,8 @@ def _over_stacked(pair: EquationPair, x: Stacked) -> Kind:
         return copy(x.power + is_sum)
     if x.of is (Part if is_sum else _EXTREMES[pair.name]):
         return copy(x.power)
-    is_whole = x.of is TowerRows and pair.rows_in[0] in axes
+    is_whole = isinstance(x.of, RowsInTurn) or x.of is TowerRows
+    is_whole &= pair.rows_in[0] in axes
     if is_whole and not pair.sizes.padded:
         return copy(x.power)
     raise refused(pair)

@@ -46,7 +46,6 @@ from towerjax.prover.equality.kinds.kinds import (
     RowNumbers,
     RowOrder,
     SoFar,
-    Stacked,
     TowerId,
     TowerRows,
     Unknown,
@@ -54,6 +53,7 @@ from towerjax.prover.equality.kinds.kinds import (
     function_of,
     rows_as,
 )
+from towerjax.prover.equality.kinds.stacked import Dealt, Slots, Stacked
 from towerjax.prover.equality.rules import orders
 from towerjax.prover.equality.rules.rules import BY_ELEMENT, RULES, refused, rule_for
 from towerjax.prover.equality.rules.within import is_within, met_within
@@ -62,7 +62,7 @@ from towerjax.prover.equality.rules.within import is_within, met_within
 # _WITHOUT_ROWS have none. Values of all other kinds may have one. Values of the kinds
 # _WITH_TOWERS may have a dim of towers.
 _WITH_ROWS: TypeAlias = TowerRows | RowNumbers | Columns | Buffer | RowOrder
-_WITH_TOWERS: TypeAlias = Stacked | Joined | Zero | Unknown
+_WITH_TOWERS: TypeAlias = Stacked | Slots | Joined | Zero | Unknown
 _IN_TRIPS: TypeAlias = Row | SoFar | Counter
 _WITHOUT_ROWS: TypeAlias = (
     _IN_TRIPS | Part | EXTREME | Mean | AtLeast | TowerId | FirstRow
@@ -109,7 +109,8 @@ class Walk:
     It pairs their equations and finds the kind of each value. ``axes`` are the names of
     the axis of all towers; a tuple names axes that together have all towers, in order.
     ``alone`` are the names of axes that have one device. With ``has_keys``, a tower's
-    own key stands for one key per row.
+    own key stands for one key per row. The batch's rows are in the order in which
+    ``dealt`` gives them to the towers, one tower after another.
 
     Attributes:
       kinds: For each first program, by its id: the kinds of its variables.
@@ -122,12 +123,14 @@ class Walk:
         *,
         has_keys: bool,
         alone: frozenset[str] = frozenset(),
+        dealt: Dealt = TowerRows,
     ) -> None:
         self.sizes = sizes
         self.axes = frozenset((x,) if isinstance(x, str) else x for x in axes)
         self.has_keys = has_keys
         self.kinds: dict[int, dict[Any, Kind]] = {}
         self.alone = alone
+        self.dealt = dealt
         self._known: dict[Any, _Walked] = {}
         self._count = 0
 
@@ -300,7 +303,7 @@ class Walk:
         if why := widths.why_not_held(pair, result, value):
             return pair.unknown(why)
         has_towers = pair.towers_out[result] is not None
-        if has_towers and not isinstance(value, Stacked | Zero):
+        if has_towers and not isinstance(value, _WITH_TOWERS):
             why = f"{pair.name} makes an array with one entry per {{one}}"
             return pair.unknown(why, reason_of_equation(pair))
         value = value.replace(in_padding=zeros.in_padding(pair, result, value))
