@@ -302,19 +302,21 @@ def test_an_interrupt_during_compilation_waits_for_it(monkeypatch, compiled):
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_pauses_while_a_step_is_traced(enabled, fails):
+@pytest.mark.parametrize("ask", ["program", "check"])
+def test_the_collector_pauses_while_a_step_is_traced_and_proved(ask, enabled, fails):
     def traced(params, batch, tower):
         seen.append(gc.isenabled())
         assert not fails
         return loss_fn(params, batch, tower)
 
     seen = []
-    step = tj.build_train_step(traced, optax.sgd(0.1), tj.OneDevice())
+    step = tj.build_train_step(traced, optax.sgd(0.1), tj.Mirrored(towers=2))
     given = step.init(params()), batch()
     (gc.enable if enabled else gc.disable)()
     try:
         with contextlib.suppress(AssertionError):
-            step.program(*given)
-        assert (seen, gc.isenabled()) == ([False], enabled)
+            getattr(step, ask)(*given)
+        calls = 1 if fails else 2  # for the step's towers, and for one tower
+        assert (seen, gc.isenabled()) == ([False] * calls, enabled)
     finally:
         gc.enable()

@@ -37,7 +37,7 @@ from towerjax.prover.equality.kinds.equation_pair import failed
 from towerjax.prover.equality.kinds.reasons import Reason
 from towerjax.prover.equality.one_tower import Equality
 from towerjax.prover.replication.findings import ReplicationError
-from towerjax.step.run.compile import Program
+from towerjax.step.run.compile import Program, collector_paused
 from towerjax.step.run.trace import Traced, trace
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.step.step import Step
@@ -189,6 +189,7 @@ def audited(step: Step[Any], state: PyTree, batch: PyTree) -> AuditReport:
     return report
 
 
+@collector_paused()
 def equality_of_step(
     step: Step[Any],
     state: TrainState,

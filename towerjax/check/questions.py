@@ -17,7 +17,7 @@ from towerjax.check.report.report import StepReport, report_on, time_program
 from towerjax.data.batch_rows import count_examples, without_replicated
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.transfer import place
-from towerjax.step.run.compile import Program, compile_step
+from towerjax.step.run.compile import Program, collector_paused, compile_step
 from towerjax.step.run.programs import send_replicated
 from towerjax.step.run.prove import Proof
 from towerjax.step.run.trace import Traced, trace
@@ -33,6 +33,7 @@ from towerjax.types import Layout, PyTree
 from towerjax.types.options import check_whole
 
 
+@collector_paused()
 def prove_step(step: Step[Any], state: TrainState, batch: PyTree) -> Proof:
     """Prove, from shapes alone, that towers stay the same and equal one tower."""
     state = step.plan.states.as_state(state)
