@@ -30,7 +30,12 @@ from towerjax.prover.equality.one_tower import Given, MergedLeaf, TowerProgram
 from towerjax.step.passes.accumulators import put_sums
 from towerjax.step.passes.on_device import over_towers
 from towerjax.step.passes.one_pass import Pass
-from towerjax.step.passes.traced_tower import Arguments, TracedTower, call_tower
+from towerjax.step.passes.traced_tower import (
+    MICRO_BATCH,
+    Arguments,
+    TracedTower,
+    call_tower,
+)
 from towerjax.step.plan import Passes, Plan
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.executors import trace_one_tower
@@ -307,6 +312,7 @@ def _trace_tower(
     axes = pass_.strategy.placement.abstract_axes
     layouts = *pass_.ins.values(), Layout.MIRRORED
     index = jax.ShapeDtypeStruct((), jnp.int32) if in_micro_batches else None
+    is_loss_alone = pass_.trained is not None and not pass_.takes_gradient
 
     def first(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
@@ -314,15 +320,17 @@ def _trace_tower(
     def on_device(*args: PyTree) -> PyTree:
         *of_step, index = args
         arguments = Arguments.of(pass_, axes, *of_step)
-        if in_micro_batches:
-            run = functools.partial(call_tower, pass_, axes)
+        if in_micro_batches or is_loss_alone:
+            # The program of `programs` is evaluated once; `over_towers` does so twice.
             sums, (tree, _) = over_local_towers(
-                run,
+                functools.partial(call_tower, pass_, axes),
                 axes,
                 arguments.per_tower,
                 index,
                 *arguments.replicated,
                 stack_sums=False,
+                programs=programs,
+                name=MICRO_BATCH,
             )
             return put_sums(first(tree), sums)
         tower = TracedTower.of(pass_, axes, programs, arguments)
