@@ -66,7 +66,9 @@ class PlacedBatch:
     def with_arrays(self, arrays: PyTree) -> "PlacedBatch":
         """Hold other arrays; this is faster than ``dataclasses.replace``."""
         batch = object.__new__(PlacedBatch)
-        vars(batch).update(vars(self), args=(arrays, *self.args[1:]))
+        fields = vars(batch)
+        fields.update(vars(self))
+        fields["args"] = (arrays, *self.args[1:])
         return batch
 
     @property

@@ -238,7 +238,7 @@ class Plan:
     moved: "Callable[[Strategy, StepOptions], Plan] | None" = None
     audited: "Callable[[TrainState], tuple[Plan, TrainState]] | None" = None
 
-    @property
+    @functools.cached_property
     def gives_step_flag(self) -> bool:
         """Whether its program also takes the step flag of the call before."""
         return isinstance(self.outs, Outcome)

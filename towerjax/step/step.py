@@ -1,6 +1,5 @@
 """`Step`: a plan, its compiled programs, and the step flags of its calls."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
@@ -12,7 +11,7 @@ from towerjax.step.plan import Plan
 from towerjax.step.run.compile import Program
 from towerjax.step.run.programs import Programs
 from towerjax.step.run.prove import Checked, Proof
-from towerjax.step.run.step_flags import StepFlags
+from towerjax.step.run.step_flags import Lineage, StepFlags
 from towerjax.step.run.trace import Traced
 from towerjax.step.state.checks import OF_THIS_STEP, OTHER_STATE, is_usable
 from towerjax.step.state.first_state import first_shapes, first_state, placed_state
@@ -269,8 +268,8 @@ class Step(Generic[_Result]):
         line = self.step_flags.take(at)
         try:
             before, out = self.outputs(state, placed, line.step_flag)
-            now = {"at": out.now["step"], "step_flag": out.step_flag}
-            line = dataclasses.replace(line, **now)
+            now = out.now["step"], out.step_flag
+            line = Lineage(*now, asked=line.asked, calls=line.calls)
         finally:
             self.step_flags.put(line)
         return self.plan.states.result(before, out, placed)
