@@ -3,18 +3,22 @@
 A first call traces, lowers, compiles and runs once, and towerjax also proves the step.
 The hand-written step is ``jax.jit`` of ``value_and_grad`` and an optax update, with a
 donated state and, on several devices, a sharded batch. ``shard_map`` is the same step
-with ``pmean(gradients)``. Contenders go in turns, each after ``jax.clear_caches()``, so
-that nothing is compiled for one of them before. A first round, which imports and
-registers, is not counted.
+with ``pmean(gradients)``, and ``unproved`` is that of towerjax with ``audit=False``.
+Contenders go in turns, each after ``jax.clear_caches()``, so that nothing is compiled
+for one of them before. A first round, which imports and registers, is not counted. With
+``--cached`` it fills JAX's compilation cache, from which the others read programs, as
+the second start of a training does.
 
 Figures are CPU seconds of all threads, as medians over rounds. The columns of ratios
-are medians of the rounds' ratios: the call's CPU seconds over those of ``shard_map``,
+are medians of the rounds' ratios: the call's CPU seconds over those of each other way,
 and its wall time over that of ``jit``. Parts are given for ``jit`` and for towerjax.
 
-Run: ``python -m benchmarks.first_call [--models mlp lstm] [--devices 1] [--rounds 5]``
+Run: ``python -m benchmarks.first_call [--models mlp lstm] [--devices 1] [--cached]``
 """
 
+import argparse
 import contextlib
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -35,14 +39,18 @@ from benchmarks.harness import (
 )
 from benchmarks.models import Model
 from benchmarks.networks import NETWORKS
+from towerjax.check import first_call
 from towerjax.jaxprs.tags import DEVICE_AXIS
 from towerjax.make.train import build_train_step
+from towerjax.mesh.placement import Placement
 from towerjax.metrics.weighted import Weighted
+from towerjax.step.step import TrainStep
 from towerjax.towers import on_towers
 from towerjax.towers.strategies import Mirrored
 from towerjax.types import PyTree
 
 PARTS = ("trace", "proof", "lower", "compile")
+OF_TOWERJAX = ("unproved", "towerjax")
 FIGURES = ("first", "wall", *PARTS, "init")
 COLUMNS = {
     "model": "",
@@ -51,6 +59,7 @@ COLUMNS = {
     "towerjax s": ".2f",
     "over jit": ".2f",
     "over shard_map": ".2f",
+    "over unproved": ".2f",
     "wall": ".2f",
     **dict.fromkeys((*PARTS, "init"), ".2f"),
 }
@@ -82,18 +91,23 @@ def split_times() -> Iterator[dict[str, float]]:
         stack.enter_context(timed(jax.stages.Traced, "lower", "lower"))
         stack.enter_context(timed(jax.stages.Lowered, "compile", "compile"))
         stack.enter_context(timed(on_towers, "analyse", "proof"))
+        stack.enter_context(timed(first_call, "equality_of_step", "proof"))
         yield spent
 
 
-def by_hand(model: Model, optimizer: Any, strategy: Mirrored, way: str) -> Any:
-    """Return ``(init, first)`` of the step as people write it.
+_ALL_ALIKE = jax.P()
+_BY_ROWS = jax.P(DEVICE_AXIS)
+
+
+def _mesh_of(placement: Placement) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(placement.jax_devices), DEVICE_AXIS)
+
+
+def jitted_by_hand(model: Model, optimizer: Any, placement: Placement, way: str) -> Any:
+    """Return the jitted step as people write it.
 
     The module's docstring describes each ``way``.
     """
-    placement = strategy.placement
-    mesh = jax.sharding.Mesh(np.array(placement.jax_devices), DEVICE_AXIS)
-    all_alike = jax.P()
-    by_rows = jax.P(DEVICE_AXIS)
     is_mapped = way == "shard_map" and placement.num_devices > 1
 
     def step(state: Any, batch: PyTree) -> Any:
@@ -109,35 +123,50 @@ def by_hand(model: Model, optimizer: Any, strategy: Mirrored, way: str) -> Any:
 
     mapped = jax.shard_map(
         step,
-        mesh=mesh,
-        in_specs=(all_alike, by_rows),
-        out_specs=(all_alike, all_alike),
+        mesh=_mesh_of(placement),
+        in_specs=(_ALL_ALIKE, _BY_ROWS),
+        out_specs=(_ALL_ALIKE, _ALL_ALIKE),
         check_vma=False,
     )
-    jitted = jax.jit(mapped if is_mapped else step, donate_argnums=0)
+    return jax.jit(mapped if is_mapped else step, donate_argnums=0)
+
+
+def by_hand(model: Model, optimizer: Any, strategy: Mirrored, way: str) -> Any:
+    """Return ``(init, first)`` of the step as people write it."""
+    placement = strategy.placement
+    jitted = jitted_by_hand(model, optimizer, placement, way)
+    mesh = _mesh_of(placement)
 
     def put(tree: PyTree, spec: Any) -> PyTree:
         where = jax.sharding.NamedSharding(mesh, spec)
         return jax.device_put(tree, where if placement.num_devices > 1 else None)
 
     def init(params: PyTree) -> Any:
-        return put((params, optimizer.init(params)), all_alike)
+        return put((params, optimizer.init(params)), _ALL_ALIKE)
 
     def first(state: Any, batch: PyTree) -> Any:
-        batch = put(batch, by_rows)
+        batch = put(batch, _BY_ROWS)
         compiled = jitted.trace(state, batch).lower().compile()
         return compiled(state, batch)
 
     return init, first
 
 
-def by_towerjax(model: Model, optimizer: Any, strategy: Mirrored) -> Any:
-    """Return ``(init, first)`` of the same step, built by towerjax."""
+def built(
+    model: Model, optimizer: Any, strategy: Mirrored, **options: Any
+) -> TrainStep:
+    """Return the same step, built by towerjax with these options."""
 
     def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> Weighted:
         return Weighted.mean(model.losses(params, batch), tower.weight)
 
-    step = build_train_step(loss_fn, optimizer, strategy)
+    return build_train_step(loss_fn, optimizer, strategy, **options)
+
+
+def by_towerjax(model: Model, optimizer: Any, strategy: Mirrored, way: str) -> Any:
+    """Return ``(init, first)`` of the step that towerjax builds."""
+    audit = False if way == "unproved" else None
+    step = built(model, optimizer, strategy, audit=audit)
     return step.init, step
 
 
@@ -152,10 +181,8 @@ def measure(name: str, way: str, strategy: Mirrored) -> dict[str, float]:
     params = model.init(0)
     batch = model.make_batch(1, 16)
     jax.clear_caches()
-    if way == "towerjax":
-        init, first = by_towerjax(model, optimizer, strategy)
-    else:
-        init, first = by_hand(model, optimizer, strategy, way)
+    make = by_towerjax if way in OF_TOWERJAX else by_hand
+    init, first = make(model, optimizer, strategy, way)
     start = time.process_time()
     state = jax.block_until_ready(init(params))
     began = time.process_time()
@@ -171,7 +198,8 @@ def measure(name: str, way: str, strategy: Mirrored) -> dict[str, float]:
 def compare(name: str, num_devices: int, rounds: int) -> tuple[Any, ...]:
     """Return the numbers of a row: each way is timed in turns, in this process."""
     strategy = Mirrored(devices_of(num_devices))
-    ways = ["jit", "shard_map", "towerjax"] if num_devices > 1 else ["jit", "towerjax"]
+    by_hand = ("jit", "shard_map") if num_devices > 1 else ("jit",)
+    ways = [*by_hand, *OF_TOWERJAX]
 
     def turn(way: str) -> list[float]:
         found = measure(name, way, strategy)
@@ -181,6 +209,7 @@ def compare(name: str, num_devices: int, rounds: int) -> tuple[Any, ...]:
     of = {figure: Rounds(seconds[..., i]) for i, figure in enumerate(FIGURES)}
     jit = 0
     ours = len(ways) - 1
+    unproved = ours - 1
 
     def both(figure: str) -> tuple[float, float]:
         medians = of[figure].medians()
@@ -190,6 +219,7 @@ def compare(name: str, num_devices: int, rounds: int) -> tuple[Any, ...]:
         *both("first"),
         of["first"].ratio(ours, jit),
         of["first"].ratio(ours, 1) if num_devices > 1 else None,
+        of["first"].ratio(ours, unproved),
         of["wall"].ratio(ours, jit),
         *map(both, (*PARTS, "init")),
     )
@@ -203,10 +233,19 @@ def main() -> None:
     )
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cached", action="store_true", help="measure second starts")
     options = options_of(
         parser, models=["mlp, 2 layers, sgd", "cnn"], devices=[2], rounds=1
     )
     jax.config.update("jax_num_cpu_devices", max(options.devices))
+    with tempfile.TemporaryDirectory() as folder:
+        if options.cached:
+            jax.config.update("jax_compilation_cache_dir", folder)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        _tabulate(options)
+
+
+def _tabulate(options: argparse.Namespace) -> None:
     table = begin(f"{options.rounds} rounds", COLUMNS, options)
     for name in NETWORKS:
         if any(part in name for part in options.models):

@@ -16,7 +16,7 @@ import pytest
 from jax._src.monitoring import get_event_listeners
 
 import towerjax as tj
-from benchmarks.first_call import by_towerjax
+from benchmarks.first_call import built
 from benchmarks.models import MODELS, mlp
 from benchmarks.networks import conv_net
 from benchmarks.peers.trials import Trial, strategy_of
@@ -357,7 +357,7 @@ def test_later_lines_of_toml_count(tmp_path):
 @pytest.mark.slow
 def test_the_convolutions_whose_first_call_is_timed_are_the_same_on_any_towers():
     model = conv_net(1, (4,))
-    _, step = by_towerjax(model, optax.sgd(0.1), tj.Mirrored(towers=4))
+    step = built(model, optax.sgd(0.1), tj.Mirrored(towers=4))
     with jax.numpy_rank_promotion("allow"):
         report = step.audit(step.init(model.init(0)), model.make_batch(1, 16))
     assert "loss" in report.compared and not report.not_compared
