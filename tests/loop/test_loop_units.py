@@ -179,7 +179,8 @@ UNCLEAR = """
     accuracy_std std(accuracy) lossStd loss_variance accuracy_ci accuracy_disparity
     time_to_accuracy steps_to_accuracy epoch_to_accuracy seconds_to_auc
     fraction_within_error errors_corrected loss_scale loss_weight loss_ratio
-    accuracy_threshold accuracy_rank
+    accuracy_threshold accuracy_rank fpr_at_95_recall FPR95-recall accuracy_forgetting
+    error_detection_rate mse_skill loss_speedup latency_at_accuracy accuracy_half_life
 """
 
 

@@ -30,7 +30,9 @@ _OTHERWISE = set(
     " interval uncertainty skew kurtosis disparity disagreement inequality penalty"
     " time times to until reached steps epochs iterations rounds seconds minutes hours"
     " duration since below within above exceeds exceeding beyond rank percentile scale"
-    " scaling threshold tolerance weight weights coefficient coeff budget d2"
+    " scaling threshold tolerance weight weights coefficient coeff budget d2 skill"
+    " correction detection detected speedup forgetting regret bias violations fpr fnr"
+    " fdr far frr miss missed latency flops anti oneminus half"
     .split()
 )  # fmt: skip
 # In scikit-learn more of a score is better, also if it is made of a loss.
