@@ -322,13 +322,15 @@ OWN_ROWS = np.arange(4, dtype=np.float32)
 
 @pytest.mark.few_fast(2)
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"remainder": "pad"}])
-@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray, np.atleast_2d])
 def test_a_loss_that_closes_over_an_array_of_one_towers_rows_is_refused(of, options):
     towers = tj.Mirrored(("cpu:0",), towers=4 // options.get("micro_batches", 1))
     labels = of(OWN_ROWS)
 
     def loss_fn(params, batch, tower):
-        return tj.Weighted.mean((batch @ params["w"] - labels) ** 2, tower.weight)
+        predicted = (batch @ params["w"]).reshape(*labels.shape[:-1], -1)
+        errors = predicted - labels  # [4] or [1, 4]
+        return tj.Weighted.mean(errors.ravel() ** 2, tower.weight)
 
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), towers, **options)
     text = "works only for batches of 4 rows; does it close over an array of 4 rows"

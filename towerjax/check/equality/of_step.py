@@ -78,7 +78,7 @@ def _of_other_rows(step: StepToProve) -> list[Equality]:
     """
     traced = (x for programs in step.programs for x, _ in programs.values())
     shapes = (np.shape(x) for program in traced for x in constants_in(program))
-    if step.rows < 2 or not any(x[:1] == (step.rows,) for x in shapes):
+    if step.rows < 2 or not any(step.rows in x for x in shapes):
         return []
     why = (
         f"it works only for batches of {step.rows} rows; does it close over an array of"
