@@ -420,6 +420,25 @@ class Wrong:
     def neighbours_in_turn(n, w, x, *_):
         return lax.map(lambda x: errors(w, x[1:] - x[:-1]).sum(), in_turn(n, x)).sum()
 
+    def pairs_in_turn(n, w, x, *_):
+        pairs = lambda x: x.reshape(-1, 2, 3).prod(axis=1).sum()  # noqa: E731
+        return lax.map(pairs, in_turn(n, x)).sum()
+
+    def pairs_of_words_in_turn(n, w, x, mask, tokens, table):
+        pairs = lambda t: (1.0 * t).reshape(-1, 10).prod(axis=1)  # noqa: E731
+        return lax.map(pairs, in_turn(n, tokens)).sum()
+
+    def pairs_of_chunks_in_turn(n, w, x, *_):
+        pairs = lambda x: x.reshape(-1, 2, 3).prod(axis=1).sum()  # noqa: E731
+        return lax.map(lambda x: lax.map(pairs, split(2, x)).sum(), in_turn(n, x)).sum()
+
+    def chunks_of_odd_rows_in_turn(n, w, x, *_):
+        def total(rows):
+            folded = rows.reshape(2, -1, 3).swapaxes(0, 1).reshape(-1, 6)
+            return jnp.tanh(folded.sum(axis=1)).sum()
+
+        return lax.map(total, in_turn(n, x)).sum()
+
     def written_in_turn(n, w, x, *_):
         dealt = in_turn(n, x)
 

@@ -69,8 +69,10 @@ class MicroBatches:
         self.pair = pair
         self._bodies = [open_jaxpr(x) for x in programs]
         towers = pair.sizes.towers
-        self._sizes = Sizes(towers, _rows_of_trips(self._bodies, towers))
         self._dealt = _dealt_to(pair.ins)
+        in_turn = self._dealt if isinstance(self._dealt, RowsInTurn) else None
+        rows = in_turn.rows if in_turn else _rows_of_trips(self._bodies, towers)
+        self._sizes = Sizes(towers, rows)
 
     def index(self, steps: Steps) -> Kind | None:
         """Describe a carry that counts the micro-batches, or the rows before them."""

@@ -385,7 +385,9 @@ def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | 
     pairs = [x.shape[r_out] for x in avals]
     times = pair.sizes.times(*pairs)
     of_block = Fraction(times or 0) / blocks
-    if pair.sizes.padded:
+    if pair.sizes.padded or pair.walk.dealt is not TowerRows:
+        # Rows that lie side by side are padding, or others for another number of
+        # towers. So each must stay alone.
         of_old = pair.times_rows(0, r_in) or Fraction(0)
         return blocks if (of_block.denominator, of_old.denominator) == (1, 1) else None
     return blocks if not any(n % blocks for n in pairs) else None
