@@ -127,6 +127,19 @@ def by_hand(loss_of):
     return step.check(W, BATCH)
 
 
+def by_state():
+    """A step whose tower differentiates by the state."""
+
+    def tower_fn(state, batch, tower):
+        def of_state(state):
+            return (batch @ state.params).sum()
+
+        return {"grads": jax.grad(of_state)(state).params}
+
+    step = tj.build_step(tower_fn, lambda s, merged: (s, {}), mirrored(2))
+    return step.check(W, BATCH)
+
+
 def of_value(w, batch, tower):
     return loss_fn(w, batch, tower).value
 
@@ -341,6 +354,7 @@ WRITE = [
     (lambda: one_step(optax.clip_by_global_norm("1")), "Write it as float(text)."),
     (lambda: one_step(SGD, [1.0, 1.0, 1.0]), "Write np.array([...]) for it, in the"),
     (lambda: by_hand(loss_fn), "tj.value_and_grad(loss_fn) differentiates it"),
+    (by_state, "Differentiate by state.params alone: jax.grad("),
     (lambda: by_hand(of_value), "for gradients call tj.value_and_grad(loss_fn)"),
     (lambda: call(bare_metric), "Return tj.Weighted.mean(values, tower.weight)"),
     (lambda: call(with_l2), "is not defined. Write mean + tj.penalty(number)"),

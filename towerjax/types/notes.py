@@ -122,6 +122,10 @@ _TEXTS = {
         "A list of numbers is a tree with a leaf for each, and no array. Write"
         " np.array([...]) for it, in the parameters or in the batch."
     ),
+    r"^(grad|jac\w+) requires real- or complex-valued inputs": (
+        "Whole numbers and keys have no gradient, and a state has both. Differentiate"
+        " by state.params alone: jax.grad(of_params)(state.params)."
+    ),
     r"Unable to initialize backend": _NO_PLATFORM,
     r"unexpected tracer|(?s:^Abstract tracer value(?!.*depends on the values))": (
         "A tower function stored a value in a list, a global or an attribute, and the"
