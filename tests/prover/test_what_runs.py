@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import optax
+import proved_models
 import pytest
 
 import towerjax as tj
@@ -218,16 +219,23 @@ def test_many_numbers_of_examples_are_proved_and_it_is_said_when_no_more_are():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_first_call_traces_the_function_once_more(micro_batches):
+def test_a_first_call_traces_the_function_once_more():
     calls = []
 
     def loss_fn(params, batch, tower):
         calls.append(len(batch["y"]))
         return tj.Weighted.mean(errors_of(params, batch), tower.weight)
 
-    step = step_of(loss_fn, 4, "error", micro_batches=micro_batches)
+    step = step_of(loss_fn, 4, "error")
     state, _ = step(step.init(PARAMS), batch_of(16))
-    assert calls == [4 // micro_batches, 16]
+    assert calls == [4, 16]
     step(state, batch_of(16))
-    assert len(calls) == 2
+    assert calls == [4, 16]
+
+
+@pytest.mark.slow
+def test_a_micro_batch_of_one_row_takes_the_path_of_one_with_two():
+    """A micro-batch is traced by the proof for both, whatever the step has traced."""
+    model = proved_models.RIGHT["bert"]()
+    step = step_of(model.loss_fn, 2, "error", micro_batches=2)
+    assert step.check(step.init(model.params), model.batch).unproved == {}

@@ -321,7 +321,7 @@ def _trace_tower(
         *of_step, index = args
         arguments = Arguments.of(pass_, axes, *of_step)
         if in_micro_batches or is_loss_alone:
-            # The program of `programs` is evaluated once; `over_towers` does so twice.
+            # A traced program is evaluated once; `over_towers` does so twice.
             sums, (tree, _) = over_local_towers(
                 functools.partial(call_tower, pass_, axes),
                 axes,
@@ -329,7 +329,7 @@ def _trace_tower(
                 index,
                 *arguments.replicated,
                 stack_sums=False,
-                programs=programs,
+                programs=None if in_micro_batches else programs,
                 name=MICRO_BATCH,
             )
             return put_sums(first(tree), sums)
