@@ -119,6 +119,7 @@ def test_a_scale_changes_no_bit_of_a_step_in_float32(how):
     )
 
 
+@pytest.mark.slow
 def test_a_step_that_overflows_changes_nothing_but_the_scale():
     step = build(compute_dtype="float16", donate=False)
     before, _ = step(step.init(START), BATCH)

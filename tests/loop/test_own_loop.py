@@ -127,6 +127,7 @@ def test_evaluations_are_kept_and_the_best_one_stays(tmp_path):
     assert early.reason(again) == early.reason(values) is not None
 
 
+@pytest.mark.slow
 def test_another_runs_state_of_a_step_that_is_saved_is_refused(tmp_path):
     """Otherwise its accuracy would stand beside the first run's parameters."""
     step = build(donate=False)

@@ -431,7 +431,7 @@ def assert_held(name, found):
     assert any(x[2] for x in found) is (name not in NOTHING_IS_SAID)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_is_said_of_a_place_holds(name):
     assert_held(name, found_of(name, ["2 and 4"]))

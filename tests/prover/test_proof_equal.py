@@ -40,7 +40,7 @@ def answer_for_loss(fn, **options):
     return answer_for(fn, PARAMS, BATCH, **options)
 
 
-@pytest.mark.few_fast(55)
+@pytest.mark.few_fast(30)
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_function_that_depends_on_the_split_is_not_proved(name):
     assert answer_for_loss(SPLIT[name], padded=name in ONLY_PADDED).says != "proved"

@@ -78,7 +78,7 @@ def test_rows_at_their_numbers_in_the_batch_are_proved(loss_fn, towers):
     np.testing.assert_allclose(trained(loss_fn, towers), trained(loss_fn, 1), 1e-6)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss_fn", [by_numbers_on_a_tower, by_numbers_of_triples, by_a_slice_at_the_tower]
 )

@@ -118,7 +118,7 @@ def is_proved(step, batch):
         return False
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name, rows, towers, remainder", CASES)
 def test_a_branch_on_the_number_of_rows_is_not_proved(name, rows, towers, remainder):
     loss_fn = loss_of(BRANCHES[name])

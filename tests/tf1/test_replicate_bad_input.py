@@ -352,6 +352,7 @@ REPLICATION = {
 # fmt: on
 
 
+@pytest.mark.few_fast(30)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_refused(name, compiled):
     refused(compiled, *MISTAKES[name])

@@ -395,6 +395,7 @@ CALLS = {
 # fmt: on
 
 
+@pytest.mark.few_fast(40)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_mistake_is_refused(name, compiled):
     used()
