@@ -29,12 +29,10 @@ from towerjax.prover.equality.one_tower import (
     Equality,
     Merge,
     MergedLeaf,
-    TowerProgram,
     equal_to_one_tower,
     worst_of,
 )
 from towerjax.prover.equality.walk.own_derivatives import has_own_derivatives
-from towerjax.prover.equality.walk.same_path import way_of
 from towerjax.prover.leaf_name import WHOLE_STEP, LeafPart, leaf_of, part_of, whole_pass
 from towerjax.step.plan import Passes, Plan
 from towerjax.step.run.trace import Traced
@@ -123,52 +121,9 @@ def _equalities(step: StepToProve) -> list[Equality]:
 def _of_programs(
     step: StepToProve, passes: Passes
 ) -> tuple[list[PassToProve], list[Equality]]:
-    """Trace the passes, and prove their programs.
-
-    JAX traces other equations for a dim of 1. If a tower has one row, a leaf is also
-    proved if it is proved for two rows a tower, and the function takes the same path
-    for both; see `same_path`.
-    """
+    """Trace the passes, and prove their programs."""
     traced = traced_passes(step, passes)
-    answers = _of_passes(traced, step)
-    unknown = any(x.says is Says.UNKNOWN for x in answers)
-    if not unknown or step.rows != step.strategy.placement.row_shards:
-        return traced, answers
-    examples = None if step.examples is None else 2 * step.examples
-    more = {"rows": 2 * step.rows, "examples": examples, "programs": ()}
-    doubled = dataclasses.replace(step, **more)
-    try:
-        again = traced_passes(doubled, passes)
-    except NotTracedError:
-        return traced, answers
-    if not all(map(_take_one_way, traced, again)):
-        return traced, answers
-    proved = {x.leaf for x in _of_passes(again, doubled) if x.says is Says.PROVED}
-    return traced, [
-        dataclasses.replace(x, says=Says.PROVED, why="")
-        if x.says is Says.UNKNOWN and x.leaf in proved
-        else x
-        for x in answers
-    ]
-
-
-def _take_one_way(single: PassToProve, doubled: PassToProve) -> bool:
-    """Decide whether a pass takes the same path through its code for twice the rows.
-
-    ``doubled`` is the pass for twice the rows. Both its program for the step's towers
-    and its program for one tower must take the path of those in ``single``.
-    """
-
-    def of(of_pass: PassToProve) -> tuple[TowerProgram, TowerProgram]:
-        [several, *_] = [x for x in of_pass.programs if x.towers > 1]
-        [*_, one_tower] = [x for x in of_pass.programs if x.towers == 1]
-        return several, one_tower
-
-    pairs = zip(of(single), of(doubled), strict=True)
-    of_several, one_tower = [
-        way_of(x.jaxpr, y.jaxpr, (x.rows, y.rows)) for x, y in pairs
-    ]
-    return of_several is not None and of_several == one_tower
+    return traced, _of_passes(traced, step)
 
 
 def line_of_own_devices(traced: Traced) -> str:

@@ -230,8 +230,9 @@ def _results_of_pair(
     padded: bool,
 ) -> list[ProvedResult]:
     """Find what holds of the results for two numbers of towers."""
-    first, second = pair
-    numbers = [(x.towers, x.rows, x.micro_batches) for x in pair]
+    # A program of one row is the second, as in the lemmas of the rules.
+    first, second = sorted(pair, key=lambda program: program.rows == 1)
+    numbers = [(x.towers, x.rows, x.micro_batches) for x in (first, second)]
     towers, rows_each, micro_batches = zip(*numbers, strict=True)
     sizes = Sizes(towers, rows_each, padded, micro_batches)
     ins = kinds_of_inputs(inputs, sizes)

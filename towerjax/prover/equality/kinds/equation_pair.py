@@ -40,6 +40,18 @@ class Sizes(NamedTuple):
     # The number of micro-batches of a tower. Each counts as a tower.
     parts: tuple[int, int] = (1, 1)
 
+    def swapped(self) -> "Sizes":
+        """Give the sizes of the two programs in the other order."""
+
+        def other_way(pair: tuple[int, int]) -> tuple[int, int]:
+            return pair[1], pair[0]
+
+        return self._replace(
+            towers=other_way(self.towers),
+            rows=other_way(self.rows),
+            parts=other_way(self.parts),
+        )
+
     def times(self, first: int, second: int) -> Fraction | None:
         """Find m if both sizes are m times the rows of a tower; otherwise None.
 

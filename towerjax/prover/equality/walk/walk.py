@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 
-from towerjax.jaxprs.flow import is_ref, needed_eqns
+from towerjax.jaxprs.flow import is_ref
 from towerjax.jaxprs.params import is_foreign, named_axes, open_jaxpr, sub_jaxprs
 from towerjax.jaxprs.primitives import PLAIN
 from towerjax.jaxprs.sites import user_line
@@ -57,6 +56,8 @@ from towerjax.prover.equality.kinds.stacked import Dealt, Slots, Stacked
 from towerjax.prover.equality.rules import orders
 from towerjax.prover.equality.rules.rules import BY_ELEMENT, RULES, refused, rule_for
 from towerjax.prover.equality.rules.within import is_within, met_within
+from towerjax.prover.equality.walk.aligned import aligned
+from towerjax.prover.equality.walk.compared import other_params
 
 # Values of the kinds _WITH_ROWS have a dim of rows; those of _IN_TRIPS and
 # _WITHOUT_ROWS have none. Values of all other kinds may have one. Values of the kinds
@@ -68,20 +69,6 @@ _WITHOUT_ROWS: TypeAlias = (
     _IN_TRIPS | Part | EXTREME | Mean | AtLeast | TowerId | FirstRow
 )
 
-# The params of an equation must be equal in both programs, except for these. Sizes
-# follow from shapes, or rules check them; precision changes only rounding; and programs
-# are walked themselves.
-NOT_COMPARED = frozenset(
-    """shape new_sizes limit_indices start_indices slice_sizes axis_size sizes length
-    sharding out_sharding precision jaxpr call_jaxpr fun_jaxpr branches jaxprs
-    cond_jaxpr body_jaxpr update_jaxpr jvp_jaxpr_fun fwd_jaxpr_thunk bwd dim
-    donated_invars call reps _prim""".split()
-)
-# These params say on which devices arrays are, which changes no number.
-PLACES = frozenset(
-    """mesh in_shardings out_shardings dst_sharding ctx_mesh context_mesh devices
-    srcs""".split()
-)
 # Equations that take an array of the kind `Joined`: maps, and calls whose programs are
 # walked themselves.
 _KEEP_JOINED = frozenset(
@@ -178,39 +165,25 @@ class Walk:
     def _run(
         self, first: Any, second: Any, ins: Sequence[Kind], scope: Scope
     ) -> list[Kind]:
-        a = open_jaxpr(first)
-        b = open_jaxpr(second)
-        sides = [(len(x.constvars), len(x.invars), len(x.outvars)) for x in (a, b)]
-        if sides[0] != sides[1]:
-            raise ProgramsDifferError(
-                "the program has other inputs or results for another number of {many}"
-            )
-        inputs = [*zip(a.constvars, b.constvars, strict=True)]
-        inputs += zip(a.invars, b.invars, strict=True)
+        one, two = aligned(open_jaxpr(first), open_jaxpr(second), self.sizes)
         # The kind of each value, by its variables in the two programs.
-        known = dict(zip(inputs, ins, strict=True))
+        known = dict(zip(zip(one.inputs, two.inputs, strict=True), ins, strict=True))
 
         def read(x: Any, y: Any) -> Kind:
-            is_number = isinstance(x, Literal), isinstance(y, Literal)
-            if all(is_number):
+            if isinstance(x, Literal):
                 return self.constant(x.val, y.val)
-            if any(is_number) or (x, y) not in known:
-                raise ProgramsDifferError(
-                    "the program reads other values for another number of {many}"
-                )
             return known[x, y]
 
-        for one, two in _eqn_pairs(a, b):
-            if one is None:
-                one = _divided_by_one(two, [*known])
-            pairs = zip(one.invars, two.invars, strict=True)
-            operands = [read(*pair) for pair in pairs]
-            outs = self.equation(one, two, operands, scope)
-            results = zip(one.outvars, two.outvars, strict=True)
+        for pair in zip(one.eqns, two.eqns, strict=True):
+            read_by = zip(*[x.invars for x in pair], strict=True)
+            operands = [read(*both) for both in read_by]
+            outs = self.equation(*pair, operands, scope)
+            results = zip(*[x.outvars for x in pair], strict=True)
             known |= zip(results, outs, strict=True)
-        # `_divided_by_one` pairs a variable twice: its first kind is recorded.
-        self.kinds[id(a)] = {x: value for (x, _), value in [*known.items()][::-1]}
-        return [read(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
+        # A variable may be in several pairs: its first kind is recorded.
+        kinds = {x: value for (x, _), value in [*known.items()][::-1]}
+        self.kinds[id(open_jaxpr(first))] = kinds
+        return [read(*both) for both in zip(one.results, two.results, strict=True)]
 
     def constant(self, first: Any, second: Any) -> Kind:
         """Compare a constant of the two programs; see `kind_of_constant`."""
@@ -250,23 +223,13 @@ class Walk:
         return dataclasses.replace(pair, **dict(zip(names, axes, strict=True)))
 
     def _refuse_other_params(self, pair: EquationPair) -> None:
-        one = pair.first
-        two = pair.second
         # The param "perm" lists pairs of towers, so it differs. The rule for `ppermute`
         # checks it.
         of_rule = set() if is_within(pair) else {"perm"}
-        keys = (one.params | two.params).keys()
-        for key in keys - NOT_COMPARED - PLACES - of_rule:
-            x = one.params.get(key)
-            y = two.params.get(key)
-            if callable(x) and callable(y) and type(x) is type(y):
-                # Functions are not compared: they are derivatives, whose programs are
-                # walked, or params of primitives that no rule accepts.
-                continue
-            if x is not y and not is_same(x, y):
-                name = one.primitive.name
+        for key in other_params(pair.first, pair.second):
+            if key not in of_rule:
                 raise ProgramsDifferError(
-                    f"{key} of {name} depends on the number of {{many}}"
+                    f"{key} of {pair.name} depends on the number of {{many}}"
                 )
 
     def _by_rule(self, pair: EquationPair) -> list[Kind]:
@@ -381,69 +344,6 @@ def _renumbered(value: Kind, walked: _Walked, shift: int) -> Kind:
         return x if changed == fields else dataclasses.replace(x, **changed)
 
     return new(value)
-
-
-def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn | None, JaxprEqn]]:
-    """Pair the equations of two programs; raise if their structures differ.
-
-    Equations that no result needs are left out. JAX traces them, and drops them later.
-    The first of a pair is None if it would divide by 1, and the program leaves it out.
-    """
-    ones, twos = [_needed(program) for program in (a, b)]
-    pairs = list[tuple[JaxprEqn | None, JaxprEqn]]()
-    rest = ones[::-1]
-    for two in twos:
-        one = rest[-1] if rest else None
-        is_pair = one is not None and _are_alike(one, two)
-        if is_pair:
-            rest.pop()
-        elif not _divides_by_number(two):
-            break
-        pairs.append((one if is_pair else None, two))
-    if rest or len(pairs) < len(twos):
-        line = user_line((rest[-1] if rest else twos[len(pairs)], None))
-        at = f", at {line}" if line else ""
-        raise ProgramsDifferError(
-            f"the program differs between numbers of {{many}}{at}"
-        )
-    return pairs
-
-
-def _are_alike(one: JaxprEqn, two: JaxprEqn) -> bool:
-    """Look whether two equations have one primitive and as many operands."""
-    return one.primitive is two.primitive and len(one.invars) == len(two.invars)
-
-
-def _divides_by_number(eqn: JaxprEqn) -> bool:
-    """Return whether an equation divides a variable by a literal number."""
-    is_number = [isinstance(x, Literal) for x in eqn.invars]
-    return eqn.primitive.name == "div" and is_number == [False, True]
-
-
-def _divided_by_one(two: JaxprEqn, known: Sequence[tuple[Any, Any]]) -> JaxprEqn:
-    """Make the division by 1 that the first program leaves out.
-
-    The gradient of a map divides by the number of devices, if that is not 1. ``two`` is
-    that division in the second program, and ``known`` are pairs of variables that have
-    the same value. The result's variable is the operand's, because x / 1 = x.
-    """
-    number: Any = two.invars[1]
-    x = next(x for x, y in known[::-1] if y is two.invars[0])
-    one = Literal(np.ones_like(number.val), number.aval)
-    return two.replace(invars=[x, one], outvars=[x])
-
-
-def _needed(program: Jaxpr) -> list[JaxprEqn]:
-    """Keep the equations that some result needs, and those with an effect."""
-    has_effect = [eqn for eqn in program.eqns if eqn.effects]
-    return needed_eqns(program.eqns, program.outvars, always=has_effect)
-
-
-def is_same(x: Any, y: Any) -> bool:
-    """Return whether two params of equations are equal."""
-    if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
-        return np.array_equal(x, y)
-    return type(x) is type(y) and bool(x == y)
 
 
 def _of_plain_copies(pair: EquationPair) -> Kind:
