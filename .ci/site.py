@@ -25,6 +25,7 @@ MOVED = {
     "evidence/bits": "same_bits",
     "evidence/bugs_of_2026": "evidence",
     "evidence/faults": "evidence",
+    "evidence/kills": "evidence",
     "evidence/proofs": "evidence",
     "guarantees": "evidence",
     "how_to/accumulation_checked": "how_to/gradient_accumulation",
