@@ -407,7 +407,7 @@ def _are_stacked(case):
             return False
         found.append(np.moveaxis(x[0], axis, 0))
     if isinstance(case.known.of, RowsInTurn):
-        pairs = zip(found, case.known.of.rows, strict=True)
+        pairs = zip(found, case.known.of.each, strict=True)
         each = [x.reshape(len(x), rows, -1, *x.shape[2:]) for x, rows in pairs]
         in_turn = [x.swapaxes(0, 1).reshape(-1, *x.shape[3:]) for x in each]
         return case.same(*in_turn)

@@ -22,11 +22,11 @@ from towerjax.prover.equality.kinds.kinds import (
 class RowsInTurn:
     """Rows that are dealt out in turn: tower t has the rows t, t + T, t + 2 T, ...
 
-    ``rows`` is how many each tower gets, in the two programs. A dim may have several
+    ``each`` is how many each tower gets, in the two programs. A dim may have several
     elements for each of them.
     """
 
-    rows: tuple[int, int]
+    each: tuple[int, int]
 
     name = PERMUTED  # its text in reasons, as for a `Kind`
 

@@ -71,7 +71,7 @@ class MicroBatches:
         towers = pair.sizes.towers
         self._dealt = _dealt_to(pair.ins)
         in_turn = self._dealt if isinstance(self._dealt, RowsInTurn) else None
-        rows = in_turn.rows if in_turn else _rows_of_trips(self._bodies, towers)
+        rows = in_turn.each if in_turn else _rows_of_trips(self._bodies, towers)
         self._sizes = Sizes(towers, rows)
 
     def index(self, steps: Steps) -> Kind | None:
