@@ -156,6 +156,10 @@ def entropy(logits, ids):
     return jax.nn.logsumexp(logits, axis=-1) - of_label
 
 
+def of_words(x):
+    return over("mp", x)
+
+
 def by_words(p, b, most=lambda x: lax.pmax(x, "mp"), total=lambda x: over("mp", x)):
     logits = b["t"] @ p["words"]
     count = logits.shape[-1]
@@ -254,6 +258,81 @@ def of_experts(p, b):
     return over("dp", ((out - b["x"]) ** 2).sum()) / ROWS
 
 
+def dealt(x, split, joined, axis="dp"):
+    return lax.all_to_all(x, axis, split, joined, tiled=True)
+
+
+def same(x):
+    return x
+
+
+def by_dealt_tokens(p, b, kept=same, of_expert=same, back=same, balance=0.0):
+    """Each token goes to the device that has its expert, and comes back.
+
+    ``kept`` is what of the choices ``[b, E]`` is kept. ``of_expert`` and ``back`` are
+    what happens to the experts' tokens, before and after they are dealt back.
+    """
+    gates = jax.nn.softmax(b["x"] @ p["router"])
+    chosen = kept(jax.nn.one_hot(gates.argmax(-1), 4))
+    sent = jnp.einsum("be,bd->ebd", chosen, b["x"])
+    hidden = jnp.tanh(jnp.einsum("ebd,edf->ebf", dealt(sent, 0, 1), p["experts"]))
+    own = back(dealt(of_expert(hidden), 1, 0))
+    out = jnp.einsum("be,ebd->bd", gates * chosen, own)
+    share = lax.stop_gradient(over("dp", chosen.sum(0)) / ROWS)
+    return over("dp", ((out - b["x"]) ** 2).sum() + balance * (gates @ share).sum())
+
+
+def by_rows_of_tokens(p, b):
+    """The same with tokens that are split over both axes, and experts over ``mp``."""
+    gates = jax.nn.softmax(b["t"] @ p["router"])
+    chosen = jax.nn.one_hot(gates.argmax(-1), 4)
+    sent = jnp.einsum("bte,btd->ebtd", chosen, b["t"])
+    got = dealt(sent, 0, 2, "mp")
+    hidden = jnp.tanh(jnp.einsum("ebtd,edf->ebtf", got, p["experts"]))
+    own = dealt(hidden, 2, 0, "mp")
+    out = jnp.einsum("bte,ebtd->btd", gates * chosen, own)
+    losses = ((out - b["t"]) ** 2).sum(-1) * b["counts"]
+    return over(BOTH, losses.sum()) / over(BOTH, b["counts"].sum())
+
+
+def per_expert(hidden):
+    """Divided by the number of tokens that each expert got, from all devices."""
+    count = (hidden != 0).any(-1).sum(1)
+    return hidden / (1 + count)[:, None, None]
+
+
+def per_device(hidden):
+    return hidden / (1 + (hidden != 0).any(-1).sum())
+
+
+def first_tokens(chosen):
+    """The first two tokens of a device for each expert."""
+    return jnp.where(jnp.cumsum(chosen, 0) <= 2, chosen, 0)
+
+
+def of_other_experts(hidden):
+    size = lax.axis_size("dp")
+    return lax.ppermute(hidden, "dp", [(i, (i + 1) % size) for i in range(size)])
+
+
+OF_DEALT = {"experts": P("dp"), "router": P()}
+OF_TOKENS_DEALT = {"experts": P("mp"), "router": P()}
+
+
+def by_one_hot(p, b, offset=lambda n: lax.axis_index("mp") * n, total=of_words):
+    """The labels minus the number of the device's first word, as one-hot vectors."""
+    logits = b["t"] @ p["words"]
+    count = logits.shape[-1]
+    top = lax.pmax(lax.stop_gradient(logits.max(-1)), "mp")
+    sums = over("mp", jnp.exp(logits - top[..., None]).sum(-1))
+    is_label = jax.nn.one_hot(b["ids"] - offset(count), count)
+    losses = (top + jnp.log(sums) - total((is_label * logits).sum(-1))) * b["counts"]
+    return over("dp", losses.sum()) / over("dp", b["counts"].sum())
+
+
+OF_WORDS = {"words": P(None, "mp")}
+
+
 @jax.custom_vjp
 def summed_twice(x):
     return x
@@ -296,6 +375,12 @@ class Right:
     images = Card(of_images, {"layers": P(), "out": P()})
     experts = Card(of_experts, {"experts": P("mp"), "router": P()})
     pipeline = Card(in_stages, {"layers": P("mp"), "out": P()})
+    dealt_tokens = Card(by_dealt_tokens, OF_DEALT)
+    dealt_and_balanced = Card(
+        lambda p, b: by_dealt_tokens(p, b, of_expert=per_expert, balance=0.1), OF_DEALT
+    )
+    dealt_rows_of_tokens = Card(by_rows_of_tokens, OF_TOKENS_DEALT, OF_TOKENS)
+    one_hot_labels = Card(by_one_hot, OF_WORDS)
 
 
 def of_next_shard(p):
@@ -380,6 +465,40 @@ class Wrong:
         lambda p, b: added(jax.tree.map(summed_twice, p), b), OF_MLP, typed=[False]
     )
     next_shard = Card(lambda p, b: masked(of_next_shard(p), b), OF_SHARD)
+    first_tokens_of_a_device = Card(
+        lambda p, b: by_dealt_tokens(p, b, kept=first_tokens), OF_DEALT
+    )
+    divided_by_tokens_of_a_device = Card(
+        lambda p, b: by_dealt_tokens(p, b, of_expert=per_device), OF_DEALT
+    )
+    back_from_other_experts = Card(
+        lambda p, b: by_dealt_tokens(p, b, of_expert=of_other_experts), OF_DEALT
+    )
+    back_in_another_order = Card(
+        lambda p, b: by_dealt_tokens(p, b, back=lambda x: x[:, ::-1]), OF_DEALT
+    )
+    times_experts_of_a_device = Card(
+        lambda p, b: by_dealt_tokens(p, b, of_expert=lambda x: x * len(x)), OF_DEALT
+    )
+    mean_of_a_devices_experts = Card(
+        lambda p, b: by_dealt_tokens(p, b, of_expert=lambda x: x - x.mean(0)[None]),
+        OF_DEALT,
+    )
+    of_own_choices = Card(
+        lambda p, b: by_dealt_tokens(p, b, kept=lambda x: x - x.mean(0)[None]), OF_DEALT
+    )
+    label_without_offset = Card(lambda p, b: by_one_hot(p, b, lambda n: 0), OF_WORDS)
+    label_by_half_the_offset = Card(
+        lambda p, b: by_one_hot(p, b, lambda n: lax.axis_index("mp") * (n // 2)),
+        OF_WORDS,
+    )
+    label_by_rows = Card(
+        lambda p, b: by_one_hot(p, b, lambda n: lax.axis_index("mp") * len(b["ids"])),
+        OF_WORDS,
+    )
+    label_without_a_sum = Card(
+        lambda p, b: lax.pmean(by_one_hot(p, b, total=same), "mp"), OF_WORDS
+    )
     pipeline_by_own_counts = Card(
         lambda p, b: in_stages(p, b, lambda b: b["mask"].sum() + 0.1),
         {"layers": P("mp"), "out": P()},

@@ -1,15 +1,25 @@
 """Programs that are not proved for a known reason, and the same with advice followed.
 
-The first ones give other results for other numbers; the second are proved.
+The first ones give other results for other numbers, except where a class says that they
+are right. The second are proved.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from on_devices import ALL, SPLIT, W, X, mapped
 
 KEY = jax.random.key(3)
+EXPERTS, WORDS = 8, 16
+DRAW = np.random.default_rng(7)
+OF_EXPERTS = DRAW.normal(size=(EXPERTS, 3, 3)).astype(np.float32)
+ROUTER = DRAW.normal(size=(3, EXPERTS)).astype(np.float32)
+TOKENS = DRAW.normal(size=(2, 8, 3)).astype(np.float32)
+TABLE = DRAW.normal(size=(WORDS, 3)).astype(np.float32)
+IDS = DRAW.integers(WORDS, size=5).astype(np.int32)
 FOR_EACH = (ALL, SPLIT, SPLIT)  # the specs of a key, or of keys, for each device
 
 
@@ -40,6 +50,41 @@ def scanned(n, body, *arrays):
     shape = jax.eval_shape(body, *[x[0] for x in parts])
     start = jnp.zeros(shape.shape, shape.dtype)
     return lax.scan(lambda sum, rows: (sum + body(*rows), None), start, parts)[0]
+
+
+def of_experts(devices, there, back, product, kept=lambda chosen: chosen):
+    """Send each token to its expert's device by ``there``, and ``back``."""
+
+    def step(experts, router, x):
+        gates = jax.nn.softmax(x @ router)
+        chosen = kept(jax.nn.one_hot(gates.argmax(-1), EXPERTS))
+        sent = there(jnp.einsum("be,bd->ebd", chosen, x))
+        own = back(jnp.tanh(jnp.einsum(product, sent, experts)))
+        return lax.psum((jnp.einsum("be,ebd->bd", gates * chosen, own) ** 2).sum(), "i")
+
+    specs = SPLIT, ALL, SPLIT
+    return mapped(devices, step, OF_EXPERTS, ROUTER, X, ins=specs)
+
+
+def dealt(split, joined, tiled=True):
+    return lambda x: lax.all_to_all(x, "i", split, joined, tiled=tiled)
+
+
+def of_own_words(devices, look_up):
+    """Look up ids in a table of which each device has some words, and add up."""
+
+    def step(table, ids):
+        return lax.psum(look_up(table, ids, len(table)), "i")
+
+    return mapped(devices, step, TABLE, IDS, ins=(SPLIT, ALL))
+
+
+def first_word(count):
+    return lax.axis_index("i") * count
+
+
+def by_one_hot(table, ids, count):
+    return jax.nn.one_hot(ids - first_word(count), count) @ table
 
 
 class OnDevices:
@@ -129,6 +174,107 @@ class OnDevices:
             return lax.psum(jnp.exp(own @ others.T).sum(), "i")
 
         return mapped(devices, step, W, X)
+
+    def a_size_for_each_number(devices, is_cured):
+        """a size that is no number of rows depends on | Give the array one size for"""
+
+        def step(w, x):
+            return jnp.ones(4 if is_cured else len(devices) + 1) * w.sum()
+
+        return mapped(devices, step, W, X)
+
+    def arguments_for_each_number(devices, is_cured):
+        """args[1] is a different array for another | Let make give the same"""
+
+        def step(w, x):
+            return lax.psum((x @ w).sum(), "i")
+
+        return mapped(devices, step, W, X if is_cured else X + len(devices))
+
+    def a_capacity_of_each(devices, is_cured):
+        """cumsum along a device's rows | jax.lax.all_gather(rows, axis, tiled=True)"""
+
+        def kept(chosen):
+            own = jnp.cumsum(chosen, 0)
+            if is_cured:
+                places = jnp.cumsum(lax.all_gather(chosen, "i", tiled=True), 0)
+                first = first_word(len(chosen)), 0
+                own = lax.dynamic_slice(places, first, chosen.shape)
+            return jnp.where(own <= 1, chosen, 0)
+
+        how = dealt(0, 1), dealt(1, 0), "ebd,edf->ebf"
+        return of_experts(devices, *how, kept)
+
+
+class RightOnDevices:
+    """The same, of programs that are right in both forms."""
+
+    def a_dim_of_devices(devices, is_cured):
+        """an array has several dims of rows | (there). Use no dim of devices"""
+        if is_cured:
+            return of_experts(devices, dealt(0, 1), dealt(1, 0), "ebd,edf->ebf")
+        size = len(devices)
+
+        def there(x):
+            return dealt(0, 0, False)(x.reshape(size, -1, *x.shape[1:]))
+
+        def back(x):
+            return dealt(0, 0, False)(x).reshape(-1, *x.shape[2:])
+
+        return of_experts(devices, there, back, "jebd,edf->jebf")
+
+    def experts_of_all_devices(devices, is_cured):
+        """no rule for all_to_all of a device's rows | joins rows along dim 1"""
+        if is_cured:
+            return of_experts(devices, dealt(0, 1), dealt(1, 0), "ebd,edf->ebf")
+        size = len(devices)
+
+        def there(x):
+            return dealt(0, 0)(x).reshape(size, -1, *x.shape[1:])
+
+        def back(x):
+            return dealt(0, 0)(x.reshape(-1, *x.shape[2:]))
+
+        return of_experts(devices, there, back, "jebd,edf->jebf")
+
+    def tokens_of_all_rows_in_a_dim(devices, is_cured):
+        """no rule for all_to_all of a device's rows | reshape no dim that is split"""
+
+        def step(experts, router, x):
+            given = x if is_cured else x.reshape(-1, 3)
+            gates = jax.nn.softmax(given @ router)
+            chosen = jax.nn.one_hot(gates.argmax(-1), EXPERTS)
+            sent = jnp.einsum("...e,...d->e...d", chosen, given)
+            place = sent.ndim - 2
+            sent = dealt(0, place)(sent)
+            own = dealt(place, 0)(jnp.einsum("e...d,edf->e...f", sent, experts))
+            out = jnp.einsum("...e,e...d->...d", gates * chosen, own).reshape(x.shape)
+            return lax.psum(((out - x) ** 2).sum(), "i")
+
+        ins = SPLIT, ALL, P(None, "i")
+        return mapped(devices, step, OF_EXPERTS, ROUTER, TOKENS, ins=ins)
+
+    def words_at_clipped_places(devices, is_cured):
+        """from a device's first row compared with | take v = jax.nn.one_hot(ids"""
+
+        def look_up(table, ids, count):
+            own = ids - first_word(count)
+            is_own = (own >= 0) & (own < count)
+            found = table[jnp.clip(own, 0, count - 1)]
+            return jnp.where(is_own[:, None], found, 0)
+
+        return of_own_words(devices, by_one_hot if is_cured else look_up)
+
+    def words_of_a_range(devices, is_cured):
+        """compared with the number of a device's first row | and write v @ table"""
+
+        def look_up(table, ids, count):
+            start = first_word(count)
+            is_other = (ids < start) | (ids >= start + count)
+            found = table[jnp.where(is_other, 0, ids - start)]
+            return jnp.where(is_other[:, None], 0, found)
+
+        return of_own_words(devices, by_one_hot if is_cured else look_up)
 
 
 class OfMicroBatches:
@@ -294,6 +440,22 @@ class OfMicroBatches:
             return lax.fori_loop(0, n, body, jnp.zeros(w.shape))
 
         return step, (W, X)
+
+    def a_size_for_each_number(n, is_cured):
+        """a size that is no number of rows depends on | Give the array one size for"""
+
+        def step(w, x):
+            return jnp.ones(4 if is_cured else n + 1) * w.sum()
+
+        return step, (W, X)
+
+    def arguments_for_each_number(n, is_cured):
+        """args[1] is a different array for another | Let make give the same"""
+
+        def step(w, x):
+            return scanned(n, lambda x: gradient(w, x), x)
+
+        return step, (W, X if is_cured else X + n)
 
     def rows_that_meet(n, is_cured):
         """an array has several dims of rows | for all rows, before the loop"""

@@ -1344,6 +1344,8 @@ _MEETING = f"{_RULE}meetings:"
 _LOOPS = f"{_LOOP}loops:"
 _TRIPS = f"{_LOOP}trips:"
 _COUNTS = f"{_LOOP}counts:"
+_DEALT = "lemmas::what_is_said_of_dealt_rows_and_of_places_among_rows_holds"
+_CURES = "reasons_with_cures::of_a_right_program_the_advice_is_proved"
 _NONE_WRONG = "micro_batches_proved::no_wrong_accumulation_passes"
 EQUAL = (
     _m("E01", "a sum over towers counts a copy once",
@@ -2078,6 +2080,47 @@ ACCUMULATED = (
        f"{_RULE}meetings:_refuse_other_axes",
        "is_last = axes[-len(towers) :] == towers and", "is_last =",
        "lemmas::what_is_said_of_a_place_holds[all_gather of both, the other way]"),
+    _m("A86", "rows that a dim repeats are dealt out", f"{_MEETING}_exchanged",
+       "if not is_joined or x.blocks > 1:", "if not is_joined:",
+       f"{_DEALT}[all_to_all]"),
+    _m("A87", "rows may be dealt out along any dim", f"{_MEETING}_exchanged",
+       'pair.params["tiled"] and pair.rows_out[0] == split', 'pair.params["tiled"]',
+       f"{_DEALT}[all_to_all]"),
+    _m("A88", "a block of rows may be cut", f"{_RULE}within:_blocks_met",
+       "return None if left else whole", "return max(whole, 1)",
+       "lemmas::what_is_said_of_a_place_holds[all_to_all from dim 1]"),
+    _m("A89", "places exchange rows among each other", f"{_RULE}within:_blocks_met",
+       "len({*along}) == len(along) and", "",
+       "lemmas::what_is_said_of_a_place_holds[all_to_all]"),
+    _m("A111", "places among twice the rows are numbers in the batch",
+       f"{_RULE}choices:_is_number_in_batch",
+       "if pair.times_rows(1, pair.rows_in[1]) != 1 or not is_even:",
+       "if not is_even:", f"{_DEALT}[eq]"),
+    _m("A112", "a number divided by the towers counts from a first row",
+       f"{_SIDE}_from_first_row", "if x.power or", "if", f"{_DEALT}[sub]"),
+    _m("A113", "a map's result of another size takes the others with it",
+       f"{_WALK}walk:Walk._with_axes",
+       "self._axes_if_known if is_run else self._axes", "self._axes",
+       "reasons_with_cures::a_size_that_depends_on_the_devices_has_its_line"),
+    _m("A114", "a call may return an array of any size", f"{_WALK}walk:Walk._checked",
+       "if pair.name in _RUN_PROGRAMS:", "if False:",
+       "maps::an_array_of_a_size_that_fits_no_kind_is_unknown"),
+    _m("A115", "a constant has no line", f"{_WALK}walk:Walk._by_rule",
+       "if not first.has_line:", "if False:",
+       "reasons_with_cures::a_constant_that_depends_on_the_devices_has_its_line[array]"),
+    _m("A116", "what differs between programs has no cure",
+       "prover.programs.equality:_of_pair",
+       "why = words.of_unknown(str(error), error.reason, None)", "why = str(error)",
+       "reasons_with_cures::an_argument_that_differs_has_its_name[of more dims]"),
+    _m("A117", "a change of the type is a meeting", f"{_RULE}within:is_within",
+       "and pair.name not in _NO_MEETINGS", "",
+       "outer_gradients::a_right_loss_is_proved[one_hot_labels with types-rows first]"),
+    _m("A118", "rows meet where they are dealt out",
+       f"{_KIND}equation_pair:Sizes.axes", "is_dealt = bool(of_towers)",
+       "is_dealt = False", f"{_CURES}[a_dim_of_devices]"),
+    _m("A119", "the last equation of an odd size has the line",
+       f"{_WALK}walk:Walk.equation", "[] if has_sizes else", "[] if True else",
+       f"{_CURES}[a_dim_of_devices]"),
 )
 
 _IS_PROVED = "micro_batch_loops::a_right_loop_is_proved"

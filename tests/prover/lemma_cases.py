@@ -18,6 +18,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Count,
     FirstRow,
     Flag,
+    FromFirstRow,
     IsFull,
     Mean,
     RowNumbers,
@@ -739,6 +740,24 @@ def exchanged(side, x):
 
 for shape in (ROWS, (N,)):
     lemma("all_to_all", exchanged, shape)
+for shape, split, joined in (
+    ((12, N), 0, 1),
+    ((N, 12), 1, 0),
+    ((12, N), 1, 0),
+    ((N, 12), 1, 1),
+    ((2, N, 12), 2, 1),
+    ((12, (N, 2)), 0, 1),
+    ((24, 12), 0, 1),
+):
+    for tiled in (True, False):
+
+        def dealt(side, x, split=split, joined=joined, tiled=tiled):
+            size = x.shape[split]
+            if size % side.towers if tiled else size != side.towers:
+                raise NotThereError
+            return [lax.all_to_all(x, AXIS, split, joined, tiled=tiled)]
+
+        lemma("all_to_all", dealt, shape)
 
 for name, dtype in (("any", jnp.bool_), ("all", jnp.bool_), ("max", jnp.int32)):
     for shape in EACH:
@@ -991,6 +1010,16 @@ lemma("mul", lambda side, x: [side.rows * x], (), dtypes=jnp.int32,
 for both in ((RowNumbers(), FirstRow()), (FirstRow(), RowNumbers())):
     lemma("add", _called(lax.add), (N,), (N,), dtypes=jnp.int32,
           kinds=tuple([x] for x in both))  # fmt: skip
+_NUMBERS_FROM = [copy(), ZERO, copy(1)], [FirstRow()]
+for dtype in (F32, jnp.int32):
+    for shape in ((), (2,)):
+        lemma("sub", _called(lax.sub), shape, shape, dtypes=dtype,
+              kinds=_NUMBERS_FROM)  # fmt: skip
+    for shape in ((N,), (2, N), (N, 2), ((N, 2),)):
+        for both in ((FromFirstRow(), RowNumbers()), (RowNumbers(), FromFirstRow())):
+            for name in "eq ne lt le gt ge".split():
+                lemma(name, _compared(name), shape, shape, dtypes=dtype,
+                      kinds=tuple([x] for x in both))  # fmt: skip
 for shape in ((T, 2), (T, N)):
     lemma("mul", lambda side, x: [x * 2.0, 2.0 * x], shape)
     lemma("div", lambda side, x: [x / 2.0], shape)

@@ -33,6 +33,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Count,
     FirstRow,
     Flag,
+    FromFirstRow,
     GroupDims,
     Groups,
     HasRow,
@@ -212,8 +213,9 @@ def _plain_kinds_for(template, dtype, world):
         kinds += [TowerId] if template == (T,) and dtype == np.int32 else []
         return [ZERO, *[Stacked(of=x) for x in kinds]]
     powers = [] if is_flag else [copy(1)]
+    from_first = [FromFirstRow()] if dtype in (np.float32, np.int32) else []
     if has_rows:
-        found = [ZERO, copy(), *powers]
+        found = [ZERO, copy(), *powers, *from_first]
         is_cut = any(x[1:] == (1, 2) for x in template if isinstance(x, tuple))
         if not (is_cut and world.padded):  # several rows an entry, of which one is none
             found.append(rows())
@@ -238,7 +240,7 @@ def _plain_kinds_for(template, dtype, world):
         if template[:2] == (2, (N, 1, 2)):
             found.append(Groups(layout=GroupDims((0, 1), True)))
         return found
-    found = [ZERO, copy(), *powers]
+    found = [ZERO, copy(), *powers, *from_first]
     if template == ():
         found.append(copy(number=True if is_flag else 1))
     found += [Maximum(Fraction(0)), Minimum(Fraction(0))]
@@ -420,6 +422,15 @@ def _extremes(draw, known, shapes, dtype):
     return draw.power(known, *found, dtype)
 
 
+def _from_first_row(draw, known, shapes, dtype):
+    numbers = _copies(draw, copy(), shapes, dtype)
+    pairs = zip(numbers, draw.world.sides, strict=True)
+    return [
+        x - np.arange(0, x.shape[0]).reshape(-1, *[1] * (x.ndim - 1)) * side.rows
+        for x, side in pairs
+    ]
+
+
 def _means(draw, known, shapes, dtype):
     world = draw.world
     if known.fact is None:
@@ -526,6 +537,7 @@ _DRAWN: dict[type[Kind], Callable[..., Any]] = {
     AtLeast: _counts_or_more,
     TowerId: _of_tower(lambda side: range(side.towers)),
     FirstRow: _of_tower(lambda side: np.arange(side.towers) * side.rows),
+    FromFirstRow: _from_first_row,
     Valid: _of_tower(lambda side: side.counts),
     Size: _of_tower(lambda side: [side.rows] * side.towers),
     IsFull: _of_tower(lambda side: np.array(side.counts) == side.rows),

@@ -22,6 +22,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Counter,
     FirstRow,
     Flag,
+    FromFirstRow,
     Groups,
     HasRow,
     InfinitePadding,
@@ -429,6 +430,16 @@ def _is_number_of_first_row(case):
     )
 
 
+def _counts_from_first_row(case):
+    """With the index of the tower's first row added, it is a replicated value."""
+    first_rows = [np.arange(side.towers) * side.rows for side in case.world.sides]
+    added = [
+        x + at.reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype)
+        for x, at in zip(case.values, first_rows, strict=True)
+    ]
+    return holds(Copy(), added, case.world, case.rounding)
+
+
 def _is_number_of_examples(case):
     return case.each(lambda side, x: (_last(x) == np.array(side.counts)).all())
 
@@ -535,6 +546,7 @@ _MEANINGS = {
     Joined: _of_devices,
     TowerId: _is_number_of_tower,
     FirstRow: _is_number_of_first_row,
+    FromFirstRow: _counts_from_first_row,
     RowNumbers: _are_row_numbers,
     Columns: _are_columns,
     RowOrder: _are_row_numbers_in_order,

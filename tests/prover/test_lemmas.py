@@ -30,9 +30,12 @@ from towerjax.prover.equality.kinds import kinds, stacked
 from towerjax.prover.equality.kinds.equation_pair import Scope, Sizes
 from towerjax.prover.equality.kinds.kinds import (
     Copy,
+    FirstRow,
+    FromFirstRow,
     Kind,
     Part,
     Unknown,
+    Zero,
     copy,
     part,
     rows,
@@ -98,6 +101,23 @@ def held(name, worlds, *, each_in=1, every=1):
 def test_what_a_rule_says_holds(name):
     tally = held(name, ["1 and 3, padded"], every=7)
     assert tally.held
+    assert not tally.broken, "\n".join(map(str, tally.broken[:5]))
+
+
+def is_from_first_row(lemma):
+    """Whether an operand counts from a tower's first row, or is to do so."""
+    kinds = {type(x) for each in lemma.kinds or () for x in each or ()}
+    return FromFirstRow in kinds or kinds == {Copy, Zero, FirstRow}
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "eq", "lt", "sub"])
+def test_what_is_said_of_dealt_rows_and_of_places_among_rows_holds(name):
+    tally = lemmas.Tally()
+    for lemma in CASES[name]:
+        if name == "all_to_all" or is_from_first_row(lemma):
+            for world in ("1 and 3", "2 and 4"):
+                lemmas.hold(lemma, world, 0, tally)
+    assert bool(tally.held) is (name != "lt")
     assert not tally.broken, "\n".join(map(str, tally.broken[:5]))
 
 
@@ -332,6 +352,10 @@ def gathered(x, axes, dim=0, tiled=True):
     return lax.all_gather(x, axes, axis=dim, tiled=tiled)
 
 
+def dealt(x, split, joined):
+    return lax.all_to_all(x, PLACES, split, joined, tiled=True)
+
+
 # A function of one device's value; the shapes that it takes are tried.
 FUNCTIONS = {
     "psum": lambda x: lax.psum(x, PLACES),
@@ -342,7 +366,13 @@ FUNCTIONS = {
     "all_gather along dim 1": lambda x: gathered(x, PLACES, 1),
     "all_gather, not tiled": lambda x: gathered(x, PLACES, tiled=False),
     "all_to_all": lambda x: lax.all_to_all(x, PLACES, 0, 0, tiled=True),
+    "all_to_all from dim 1": lambda x: dealt(x, 0, 1),
+    "all_to_all from dim 0": lambda x: dealt(x, 1, 0),
+    "all_to_all there and back": lambda x: dealt(dealt(x, 0, 1), 1, 0),
     "psum_scatter": lambda x: lax.psum_scatter(x, PLACES, tiled=True),
+    "psum_scatter along dim 1": lambda x: lax.psum_scatter(
+        x, PLACES, scatter_dimension=1, tiled=True
+    ),
     "axis_index": lambda x: x * (lax.axis_index(PLACES) + 1).astype(x.dtype),
     "psum of both": lambda x: lax.psum(x, BOTH),
     "psum of both, the other way": lambda x: lax.psum(x, OTHER_WAY),

@@ -16,7 +16,7 @@ from meanings import holds
 from towerjax.prover.equality import one_tower as one_tower  # registers all rules
 from towerjax.prover.equality.kinds.equation_pair import ProgramsDifferError, Sizes
 from towerjax.prover.equality.kinds.joined import Joined, Places
-from towerjax.prover.equality.kinds.kinds import Unknown, copy, part, rows
+from towerjax.prover.equality.kinds.kinds import Copy, Unknown, copy, part, rows
 from towerjax.prover.equality.loops.mesh_axes import MeshAxes
 from towerjax.prover.equality.walk.walk import Walk
 
@@ -69,7 +69,9 @@ def of_specs(out, enters, world, seed, kept=lambda x: x):
         kinds = lemmas.kinds_for(template, np.dtype(dtype), world)
         for number, known in enumerate(kinds):
             values = [((axes, own_rows), known)]
-            given = Joined(places=places, values=tuple(values), why="nothing")
+            given = Joined(
+                places=places, values=tuple(values), outside=Unknown(why="nothing")
+            )
             walk = Walk(Sizes(towers, towers[::-1]), (), has_keys=False)
             try:
                 [end] = walk.closed(*programs, [given])
@@ -160,6 +162,23 @@ def test_an_array_that_leaves_out_some_towers_has_not_all_values():
     walk = Walk(Sizes((1, 4), (4, 1)), (), has_keys=False)
     [found] = walk.closed(program(1), program(2), [copy()])
     assert isinstance(found, Unknown)
+
+
+def test_an_array_of_a_size_that_fits_no_kind_is_unknown():
+    """Also one that a call holds, which no equation inside of it makes."""
+
+    def call(size):
+        held = jax.make_jaxpr(lambda: np.ones(size, np.float32))()
+        closed = jax.make_jaxpr(jax.jit(lambda: jnp.zeros(size)))()
+        [eqn] = closed.jaxpr.eqns
+        eqn = eqn.replace(params=eqn.params | {"jaxpr": held})
+        return closed.replace(jaxpr=closed.jaxpr.replace(eqns=[eqn]))
+
+    walk = Walk(Sizes((1, 2), (8, 4)), (), has_keys=False)
+    [found] = walk.closed(call(3), call(5), [])
+    assert isinstance(found, Unknown)
+    [found] = walk.closed(call(3), call(3), [])
+    assert isinstance(found, Copy)
 
 
 def kind_of(first, second, *ins):

@@ -16,7 +16,12 @@ from equal_programs import params_and_batch, run_on_towers
 from jax import lax
 from layouts import cases
 from one_tower_programs import answer_for, equalities, of_loss, program_of, rows_of
-from programs_with_advice import OfMicroBatches, OnDevices, words_of
+from programs_with_advice import (
+    OfMicroBatches,
+    OnDevices,
+    RightOnDevices,
+    words_of,
+)
 
 import towerjax as tj
 from towerjax.prover.equality.kinds import kinds
@@ -287,8 +292,9 @@ def test_derivatives_of_a_rule_of_the_user_are_found_inside(function, is_own, wi
 
 
 def test_each_advice_has_a_program_that_shows_it():
-    of_option = {"devices": OnDevices, "micro_batches": OfMicroBatches}
+    on_devices = cases(OnDevices) | cases(RightOnDevices)
+    of_option = {"devices": on_devices, "micro_batches": cases(OfMicroBatches)}
     for option, words in BY_OPTION.items():
-        shown = [words_of(x)[1] for x in cases(of_option[option]).values()]
+        shown = [words_of(x)[1] for x in of_option[option].values()]
         for advice in words.cures.values():
             assert any(x in advice for x in shown), advice

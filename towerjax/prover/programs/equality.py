@@ -32,6 +32,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Zero,
     copy,
 )
+from towerjax.prover.equality.kinds.reasons import Reason
 from towerjax.prover.equality.kinds.stacked import Stacked
 from towerjax.prover.equality.one_tower import Equality, line_of_result, worst_of
 from towerjax.prover.equality.walk.walk import Walk
@@ -98,7 +99,8 @@ def _of_pair(programs: Mapping[int, MadeProgram], words: Words) -> list[Equality
         _refuse_unlike(first, second)
         of_results = _said_of_results(programs, words)
     except ProgramsDifferError as error:
-        of_results = [(Says.UNKNOWN, str(error))] * len(leaves)
+        why = words.of_unknown(str(error), error.reason, None)
+        of_results = [(Says.UNKNOWN, why)] * len(leaves)
     except Exception as error:  # A fault of the proof must not end a user's check.
         of_results = [(Says.UNKNOWN, failed(error))] * len(leaves)
     advice = _advice_of_meshes(programs)
@@ -144,9 +146,15 @@ def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
     """Raise if two programs differ in arguments or results, or have side effects."""
     results = [[name for name, _ in _named_results(x)] for x in (first, second)]
     arrays = [[*traced_arrays(x.args)] for x in (first, second)]
+    if odd := {*arrays[0]} ^ {*arrays[1]}:
+        why = f"{listed(sorted(odd))} is an array for some numbers of {{many}} only"
+        raise ProgramsDifferError(why, Reason.OTHER_ARGUMENTS)
+    if odd := {*results[0]} ^ {*results[1]}:
+        why = f"{listed(sorted(odd))} is returned for some numbers of {{many}} only"
+        raise ProgramsDifferError(why)
     if results[0] != results[1] or arrays[0] != arrays[1]:
         raise ProgramsDifferError(
-            "arguments or results differ between numbers of {many}"
+            "arguments or results have another order for another number of {many}"
         )
     for program in (first, second):
         jaxpr = program.traced.jaxpr.jaxpr
@@ -198,7 +206,8 @@ def _said_of_results(
     one = traced_arrays(first.args)
     two = traced_arrays(second.args)
     ins = [_argument(walk, name, one[name], two[name]) for name in one]
-    kinds = walk.closed(*jaxprs, ins)
+    found = walk.closed(*jaxprs, ins)
+    kinds = [x.outside if isinstance(x, Joined) else x for x in found]
     avals = zip(*[x.out_avals for x in jaxprs], strict=True)
     causes = Causes(walk.kinds, jaxprs[0])
     answers = []
@@ -221,11 +230,12 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Kind:
     ``first`` and ``second`` are the argument in the two programs.
     """
     why = f"{name} is a different array for another number of {{many}}"
-    unknown = Unknown(why=why)
+    unknown = Unknown(why=why, reason=Reason.OTHER_ARGUMENTS)
     try:
         walk.sizes.axes(first, second)
     except ProgramsDifferError:
-        raise ProgramsDifferError(f"{why}: {first.shape}, {second.shape}") from None
+        why = f"{why}: {first.shape}, {second.shape}"
+        raise ProgramsDifferError(why, Reason.OTHER_ARGUMENTS) from None
     if first.dtype != second.dtype:
         return unknown
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in (first, second)):
@@ -265,7 +275,7 @@ def _said_of_result(
 
     ``first`` and ``second`` are the value's types in the two programs.
     """
-    if isinstance(value, Unknown | Joined):
+    if isinstance(value, Unknown):
         return Says.UNKNOWN, value.why
     try:
         own_rows, stacked = sizes.axes(first, second)

@@ -143,6 +143,23 @@ OF_DEVICES = Words(
             "Rows meet the rows of the same device alone. Gather those that they meet,"
             " with jax.lax.all_gather(rows, axis, tiled=True)"
         ),
+        Reason.DEALT_BY_NUMBER: (
+            "Use no dim of devices, and reshape no dim that is split over them:"
+            " jax.lax.all_to_all(x, axis, 0, 1, tiled=True) deals out dim 0, such as"
+            " experts, and joins rows along dim 1"
+        ),
+        Reason.OWN_NUMBER: (
+            "To choose among a device's own n entries, take v = jax.nn.one_hot(ids -"
+            " jax.lax.axis_index(axis) * n, n), and write v @ table, or (v *"
+            " logits).sum(-1). Add it up with jax.lax.psum"
+        ),
+        Reason.OTHER_SIZES: (
+            "Give the array one size for any number of devices, or split it over them"
+        ),
+        Reason.OTHER_ARGUMENTS: (
+            "Let make give the same arguments for each number of devices, such as the"
+            " whole batch, and split them by in_specs"
+        ),
     },
 )
 OF_MICRO_BATCHES = Words(
@@ -209,6 +226,14 @@ OF_MICRO_BATCHES = Words(
             "A micro-batch may read its rows by its number i: x.reshape(n, -1,"
             " *x.shape[1:])[i], or every n-th row: x.reshape(-1, n, *x.shape[1:])[:,"
             " i]. In place of a mean so far, add up, and divide after the loop"
+        ),
+        Reason.OTHER_SIZES: (
+            "Give the array one size for any number of micro-batches, or split it over"
+            " them"
+        ),
+        Reason.OTHER_ARGUMENTS: (
+            "Let make give the same arguments for each number of micro-batches, such as"
+            " the whole batch, and split them in the program"
         ),
     },
 )

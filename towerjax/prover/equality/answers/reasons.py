@@ -6,6 +6,7 @@ from towerjax.prover.equality.kinds.equation_pair import EquationPair
 from towerjax.prover.equality.kinds.kinds import (
     EXTREME,
     FirstRow,
+    FromFirstRow,
     Kind,
     Mean,
     Part,
@@ -20,7 +21,7 @@ _OF_KINDS = {
     SoFar: Reason.SUM_SO_FAR,
     Part: Reason.SUM_OF_OWN_ROWS,
     EXTREME: Reason.EXTREME_OF_OWN_ROWS,
-    TowerId | FirstRow | RowNumbers: Reason.OWN_NUMBER,
+    TowerId | FirstRow | FromFirstRow | RowNumbers: Reason.OWN_NUMBER,
 }
 
 

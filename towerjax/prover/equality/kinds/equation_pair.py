@@ -87,23 +87,23 @@ class Sizes(NamedTuple):
         Raises:
           ProgramsDifferError: Another dim differs, or several dims have rows.
         """
-        axes: dict[str, int] = {}
         if len(first.shape) != len(second.shape):
             raise ProgramsDifferError(
                 "an array has another number of dims for another number of {many}"
             )
         pairs = zip(first.shape, second.shape, strict=True)
+        dims: dict[str, list[int | None]] = {"rows": [], "towers": []}
         for i, (m, n) in enumerate(pairs):
-            if m == n:
-                continue
-            unit = self._what_differs(m, n)
-            if unit in axes:
-                if unit == "towers":
-                    raise ProgramsDifferError("an array has several dims of {many}")
-                why = "an array has several dims of rows"
-                raise ProgramsDifferError(why, Reason.ROWS_MEET_ROWS)
-            axes[unit] = i
-        return axes.get("rows"), axes.get("towers")
+            if m != n:
+                dims[self._what_differs(m, n)].append(i)
+        of_rows, of_towers = dims.values()
+        if len(of_rows) > 1:
+            is_dealt = bool(of_towers)
+            reason = Reason.DEALT_BY_NUMBER if is_dealt else Reason.ROWS_MEET_ROWS
+            raise ProgramsDifferError("an array has several dims of rows", reason)
+        if len(of_towers) > 1:
+            raise ProgramsDifferError("an array has several dims of {many}")
+        return [*of_rows, None][0], [*of_towers, None][0]
 
     def _what_differs(self, m: int, n: int) -> str:
         if self.times(m, n) is not None:
@@ -111,9 +111,8 @@ class Sizes(NamedTuple):
         a, b = self.towers
         if m * b == n * a:
             return "towers"
-        raise ProgramsDifferError(
-            "a size that is no number of rows depends on the number of {many}"
-        )
+        why = "a size that is no number of rows depends on the number of {many}"
+        raise ProgramsDifferError(why, Reason.OTHER_SIZES)
 
 
 def sizes_of_a_share(
@@ -261,7 +260,8 @@ class EquationPair:
     def unknown(self, why: str, reason: Reason | None = None) -> Unknown:
         """Make an unknown kind, with a reason and the line of this equation."""
         line = user_line(self.site)
-        return Unknown(why=f"{why}, at {line}" if line else why, reason=reason)
+        told = f"{why}, at {line}" if line else why
+        return Unknown(why=told, reason=reason, has_line=bool(line))
 
     def unknown_by(self, error: ReasonedError) -> Kind:
         """Make an unknown kind, with an error's reason and this equation's line."""

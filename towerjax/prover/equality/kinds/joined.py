@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from towerjax.jaxprs.params import axes_of_dims
-from towerjax.prover.equality.kinds.kinds import Kind
+from towerjax.prover.equality.kinds.kinds import Kind, Unknown
 
 _NOT_SPLIT = (None,)
 
@@ -44,10 +44,10 @@ class Joined(Kind):
 
     A map alone may read it, by the same ``places``: each device then has its own value.
     ``values`` has, for each reading of the meshes, the kind of a device's value. For
-    all else, nothing is known of it, and ``why`` is the reason.
+    all else, nothing is known of it: it is ``outside``, which has the reason.
     """
 
     name = "the values of all devices of a shard_map"
     places: Places = dataclasses.field(kw_only=True)
     values: tuple[tuple[Any, Kind], ...] = dataclasses.field(kw_only=True)
-    why: str = dataclasses.field(kw_only=True)
+    outside: Unknown = dataclasses.field(kw_only=True)

@@ -164,13 +164,14 @@ def _told_power(power: Any) -> str:
 class Unknown(Kind):
     """A value of which nothing is known.
 
-    ``why`` is the reason in words, with a line of the program; ``reason`` is the typed
-    one, if there is one.
+    ``why`` is the reason in words, and ``reason`` is the typed one, if there is one.
+    With ``has_line``, the words name a line of the program.
     """
 
     name = "unknown"
     why: str = dataclasses.field(default="", kw_only=True)
     reason: Reason | None = dataclasses.field(default=None, kw_only=True)
+    has_line: bool = dataclasses.field(default=False, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +301,13 @@ class FirstRow(Kind):
     """The index in the whole batch of a tower's first row."""
 
     name = "the number of a {one}'s first row"
+
+
+@dataclasses.dataclass(frozen=True)
+class FromFirstRow(Kind):
+    """A replicated number minus the index in the whole batch of a tower's first row."""
+
+    name = "a number that counts from a {one}'s first row"
 
 
 @dataclasses.dataclass(frozen=True)

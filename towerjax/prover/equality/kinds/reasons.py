@@ -19,6 +19,9 @@ class Reason(enum.Enum):
     SUM_SO_FAR = "a loop uses the sum of its trips so far"
     OWN_NUMBER = "one's own number, or that of a row, is computed with"
     ROWS_MEET_ROWS = "one's own rows meet each other"
+    DEALT_BY_NUMBER = "rows are dealt out along a dim with an entry for each"
+    OTHER_SIZES = "sizes differ in another way than numbers of rows"
+    OTHER_ARGUMENTS = "the programs are given other arguments"
 
 
 class ReasonedError(Exception):

@@ -129,7 +129,7 @@ def _of_reading(pair: EquationPair, axes: MeshAxes, *, is_first: bool) -> list[K
             walk.kinds = pair.walk.kinds
         outs = walk.closed(bodies[0], bodies[1], ins, scope)
         results = [
-            _of_all_devices(pair, i, value, sizes.axes(*both)[0], reading)
+            _of_all_devices(pair, i, value, both, reading)
             for i, (value, both) in enumerate(zip(outs, avals, strict=True))
         ]
         kinds = _better(kinds, results)
@@ -189,24 +189,25 @@ def _own_value(
             "a shard_map reads an array by another spec or mesh than that by which it"
             " was joined"
         )
-    return dict(x.values).get(reading, Unknown(why=x.why))
+    return dict(x.values).get(reading, x.outside)
 
 
 def _of_all_devices(
     pair: EquationPair,
     result: int,
     value: Kind,
-    own_rows: int | None,
+    avals: tuple[Any, Any],
     reading: _Reading,
 ) -> Kind:
     """Join the devices' results of a map.
 
-    ``own_rows`` is the dim of a device's rows.
+    ``avals`` are the types of a device's result in both programs.
     """
-    axes = reading.axes
-    spec = pair.params["out_specs"][result]
     if isinstance(value, Unknown | Zero):
         return value
+    axes = reading.axes
+    own_rows, _ = Sizes(axes.counts, reading.rows_each).axes(*avals)
+    spec = pair.params["out_specs"][result]
     try:
         split = axes.dim_split(spec)
     except NotOfOneKindError as error:
@@ -243,5 +244,5 @@ def _joined(
     return Joined(
         places=places_of((pair.first, pair.second), spec),
         values=((reading, value.without_identity()),),
-        why=unknown.why,
+        outside=unknown,
     )

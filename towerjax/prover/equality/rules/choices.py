@@ -15,6 +15,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Counter,
     FirstRow,
     Flag,
+    FromFirstRow,
     IsFull,
     Kind,
     Maximum,
@@ -131,6 +132,20 @@ def _comparison(pair: EquationPair, x: Kind, y: Kind) -> Kind:
     if isinstance(both, Zero):
         return copy()
     return guards.as_flag(pair, both.times_tower(0))
+
+
+@rule("eq ne", FromFirstRow, RowNumbers, knows_identity=True, commutes=True)
+def _is_number_in_batch(pair: EquationPair, x: FromFirstRow, y: RowNumbers) -> Kind:
+    """``c - f_t = i`` where ``c = f_t + i``, a row's index in the batch: rows.
+
+    This holds only if all towers have equally many rows, one after another, and none is
+    padding, and if each tower has all its rows at once.
+    """
+    is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
+    is_even &= pair.walk.dealt is TowerRows
+    if pair.times_rows(1, pair.rows_in[1]) != 1 or not is_even:
+        raise refused(pair)
+    return rows()
 
 
 @rule("lt", _NOT_NEGATIVE, Zero, knows_identity=True)

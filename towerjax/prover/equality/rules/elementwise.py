@@ -17,6 +17,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Copy,
     FirstRow,
     Flag,
+    FromFirstRow,
     Groups,
     InfinitePadding,
     Kind,
@@ -211,6 +212,17 @@ def _numbers_in_batch(pair: EquationPair, x: RowNumbers, y: FirstRow) -> Kind:
         raise NotOfOneKindError("no rule for a sum with a {one}'s first row number")
     is_vector = len(pair.shape(0)) == 1
     return rows().replace(fact=NumberInBatch() if is_vector else None)
+
+
+@rule("sub", SAME_FOR_ALL, FirstRow, knows_identity=True)
+def _from_first_row(pair: EquationPair, x: Kind, y: FirstRow) -> Kind:
+    """``c - f_t``, for the index f_t of the tower's first row in the batch.
+
+    It may be below 0, so an unsigned integer cannot hold it.
+    """
+    if x.power or jnp.issubdtype(pair.dtype(0), jnp.unsignedinteger):
+        raise refused(pair)
+    return FromFirstRow()
 
 
 @rule("sub", NUMBER | Stacked, Zero, knows_identity=True)

@@ -169,17 +169,24 @@ def _passed_on(pair: EquationPair, *ins: Kind) -> list[Kind]:
 
 @rule("all_to_all", TowerRows, knows_identity=True, copies_as_rows=True)
 def _exchanged(pair: EquationPair, x: TowerRows) -> Kind:
-    """Exchange rows among all towers: rows in another order.
+    """``x[:, s_t]``, for the tower's share ``s_t`` of another dim: its rows.
 
-    Each tower must get as many rows from each tower.
+    The towers' rows are joined to those of the batch, and each tower gets its share of
+    the dim ``split_axis``. So that is the dim of its rows afterwards. If it is the dim
+    of rows before, too, the rows get another order.
     """
     _refuse_other_axes(pair)
     axis = pair.rows_in[0]
-    along = pair.params["split_axis"], pair.params["concat_axis"]
-    is_even = pair.params["tiled"] and along == (axis, axis) == (pair.rows_out[0],) * 2
-    if not is_even or x.blocks > 1:
-        raise refused(pair)
-    return _of_other_towers(x, axis, pair.walk.new_identity())
+    split = pair.params["split_axis"]
+    # No other dim has a size that depends on the number of towers, so that the rows are
+    # joined: ``concat_axis`` is their dim.
+    is_joined = pair.params["tiled"] and pair.rows_out[0] == split
+    if not is_joined or x.blocks > 1:
+        why = f"no rule for all_to_all of {x} along these dims"
+        raise NotOfOneKindError(why, Reason.DEALT_BY_NUMBER)
+    if split == axis:
+        return _of_other_towers(x, axis, pair.walk.new_identity())
+    return rows(x.power)
 
 
 @rule("random_seed", SAME_FOR_ALL)

@@ -33,6 +33,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Copy,
     Counter,
     FirstRow,
+    FromFirstRow,
     Groups,
     IsFull,
     Key,
@@ -55,7 +56,7 @@ Rule: TypeAlias = Callable[..., Any]
 It returns one kind for each result, or one for all of them.
 """
 
-NUMBER: TypeAlias = TowerId | FirstRow | RowNumbers | Counter
+NUMBER: TypeAlias = TowerId | FirstRow | FromFirstRow | RowNumbers | Counter
 """Kinds of the index of a tower or of a row, which differs from tower to tower."""
 
 OF_TOWER: TypeAlias = NUMBER | Key | Valid | Size | IsFull | AtLeast

@@ -16,6 +16,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Copy,
     Counter,
     FirstRow,
+    FromFirstRow,
     GroupDims,
     Groups,
     IsFull,
@@ -100,7 +101,9 @@ def _as_repeated(pair: EquationPair, x: Kind) -> Kind:
     return x if _is_of_one_size(pair) else x.replace(fact=None)
 
 
-@rule("broadcast_in_dim", Copy | Zero | _OF_EACH_ROW, knows_identity=True)
+@rule(
+    "broadcast_in_dim", Copy | Zero | _OF_EACH_ROW | FromFirstRow, knows_identity=True
+)
 def _broadcast_same(pair: EquationPair, x: Kind) -> Kind:
     """Broadcast a value that is constant along rows; the kind stays.
 
@@ -176,7 +179,7 @@ def _reshaped_same(pair: EquationPair, x: Kind) -> Kind:
 
 @rule(
     "reshape",
-    Part | Row | EXTREME | Counter | TowerId | FirstRow,
+    Part | Row | EXTREME | Counter | TowerId | FirstRow | FromFirstRow,
     knows_identity=True,
 )
 def _reshaped_without_rows(pair: EquationPair, x: Kind) -> Kind:

@@ -39,6 +39,7 @@ from towerjax.prover.equality.kinds.kinds import (
     permuted,
     product_of,
 )
+from towerjax.prover.equality.kinds.reasons import Reason
 from towerjax.prover.equality.kinds.stacked import RowsInTurn, Stacked
 from towerjax.prover.equality.kinds.widths import holds_sums
 from towerjax.prover.equality.kinds.zeros import is_over_none, zeros_of
@@ -258,7 +259,8 @@ def _cumulative(pair: EquationPair, x: Kind) -> Kind:
     It is a function of each row, so rows stay rows.
     """
     if pair.params["axis"] == pair.rows_in[0]:
-        raise NotOfOneKindError(f"no rule for {pair.name} along {{its}} rows")
+        why = f"no rule for {pair.name} along {{its}} rows"
+        raise NotOfOneKindError(why, Reason.ROWS_MEET_ROWS)
     if pair.name in ("cumsum", "cummax", "cummin"):
         return x
     return function_of([x], pair.name)

@@ -26,12 +26,15 @@ from towerjax.prover.equality.kinds.kinds import (
     Zero,
     blocks_of,
     copy,
+    rows,
 )
 
 _LINEAR_MEETINGS = """
     psum psum_invariant all_gather all_gather_invariant ppermute reduce_scatter
     psum_scatter all_to_all
 """.split()
+# These change only the type of a value.
+_NO_MEETINGS = frozenset("pvary pcast".split())
 
 
 def mapped_within(pair: EquationPair) -> list[Kind]:
@@ -111,18 +114,42 @@ def is_within(pair: EquationPair) -> bool:
     Each of these devices has all rows of its tower.
     """
     axes = frozenset(named_axes(pair.first))
-    return bool(axes) and axes <= pair.scope.within
+    return bool(axes) and axes <= pair.scope.within and pair.name not in _NO_MEETINGS
 
 
 def met_within(pair: EquationPair) -> list[Kind]:
-    """Let a collective join the devices of each tower; the kinds stay."""
+    """Let a collective join the devices of each tower; the kinds stay.
+
+    Along the dim of rows it joins or splits whole blocks of all rows.
+    """
     if pair.name == "axis_index":
         return [copy()]
     kinds = LINEAR if pair.name in _LINEAR_MEETINGS else ELEMENTS
-    names = ["all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis"]
-    along = {pair.params[name] for name in names if name in pair.params}
-    rows = [*zip(pair.rows_in, pair.rows_out, strict=True)]
-    for x, (before, after) in zip(pair.ins, rows, strict=True):
-        if not isinstance(x, kinds) or {before, after} & along:
+    met = [x.bare() for x in pair.ins]
+    for i, x in enumerate(met):
+        blocks = _blocks_met(pair, i)
+        if not isinstance(x, kinds) or blocks is None:
             raise NotOfOneKindError(f"no rule for {pair.name} of {x} within a {{one}}")
-    return [x.bare() for x in pair.ins]
+        if blocks != blocks_of(x) and not isinstance(x, Zero):
+            met[i] = rows(x.power, blocks)
+    return met
+
+
+def _blocks_met(pair: EquationPair, operand: int) -> int | None:
+    """Count how often a dim repeats all rows after a collective within a tower.
+
+    The result is None if the collective may cut a block, or mix its rows.
+    """
+    x = pair.ins[operand]
+    before = pair.rows_in[operand]
+    after = pair.rows_out[operand]
+    names = ["all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis"]
+    along = [pair.params[name] for name in names if name in pair.params]
+    if not {before, after} & {*along}:
+        return blocks_of(x)
+    is_one_side = len({*along}) == len(along) and pair.params.get("tiled", False)
+    if before is None or before != after or not is_one_side:
+        return None
+    blocks = blocks_of(x) * pair.out_shape(operand)[before]
+    whole, left = divmod(blocks, pair.shape(operand)[before])
+    return None if left else whole

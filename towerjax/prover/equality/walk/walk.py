@@ -69,9 +69,9 @@ _WITHOUT_ROWS: TypeAlias = (
     _IN_TRIPS | Part | EXTREME | Mean | AtLeast | TowerId | FirstRow
 )
 
-# Equations that take an array of the kind `Joined`: maps, and calls whose programs are
-# walked themselves.
-_KEEP_JOINED = frozenset(
+# Maps and calls. Their programs are walked themselves, so they take a `Joined` array,
+# and an equation inside of them tells why the size of a result fits no kind.
+_RUN_PROGRAMS = frozenset(
     "shard_map jit pjit closed_call core_call remat remat2 checkpoint".split()
 )
 _TOP = Scope()
@@ -203,24 +203,37 @@ class Walk:
             reason = error.reason or reason_of_equation(pair)
             return [pair.unknown(str(error), reason)] * count
         except ProgramsDifferError as error:
-            return [pair.unknown_by(error)] * count
+            # An operand of a size that fits no kind is unknown, for the first reason.
+            has_sizes = len(pair.rows_in) == len(ins)
+            before = [] if has_sizes else [x for x in ins if isinstance(x, Unknown)]
+            return [*before, pair.unknown_by(error)][:1] * count
         except Exception as error:  # A fault in a rule must not end a user's training.
             return [pair.unknown(failed(error))] * count
 
     def _with_axes(self, pair: EquationPair) -> EquationPair:
         self._refuse_other_params(pair)
-        axes = []
-        for group in ("invars", "outvars"):
-            both = zip(
-                getattr(pair.first, group), getattr(pair.second, group), strict=True
-            )
-            of_each = [
-                (None, None) if is_ref(x) else self.sizes.axes(x.aval, y.aval)
-                for x, y in both
-            ]
-            axes += [[a for a, _ in of_each], [b for _, b in of_each]]
-        names = "rows_in", "towers_in", "rows_out", "towers_out"
-        return dataclasses.replace(pair, **dict(zip(names, axes, strict=True)))
+        operands = zip(pair.first.invars, pair.second.invars, strict=True)
+        results = zip(pair.first.outvars, pair.second.outvars, strict=True)
+        is_run = pair.name in _RUN_PROGRAMS
+        of_result = self._axes_if_known if is_run else self._axes
+        ins = [self._axes(*both) for both in operands]
+        outs = [of_result(*both) for both in results]
+        return dataclasses.replace(
+            pair,
+            rows_in=[x for x, _ in ins],
+            towers_in=[x for _, x in ins],
+            rows_out=[x for x, _ in outs],
+            towers_out=[x for _, x in outs],
+        )
+
+    def _axes(self, x: Any, y: Any) -> tuple[int | None, int | None]:
+        return (None, None) if is_ref(x) else self.sizes.axes(x.aval, y.aval)
+
+    def _axes_if_known(self, x: Any, y: Any) -> tuple[int | None, int | None]:
+        try:
+            return self._axes(x, y)
+        except ProgramsDifferError:
+            return None, None
 
     def _refuse_other_params(self, pair: EquationPair) -> None:
         # The param "perm" lists pairs of towers, so it differs. The rule for `ppermute`
@@ -236,10 +249,13 @@ class Walk:
         """Apply the rule that accepts an equation."""
         unknown = [x for x in pair.ins if isinstance(x, Unknown)]
         if unknown and rule_for(pair) is None:
-            return [unknown[0]] * len(pair.rows_out)
+            first = unknown[0]
+            if not first.has_line:  # It is a constant or an argument, for example.
+                first = pair.unknown(first.why, first.reason)
+            return [first] * len(pair.rows_out)
         joined = [x for x in pair.ins if isinstance(x, Joined)]
-        if joined and pair.name not in _KEEP_JOINED:
-            return [Unknown(why=joined[0].why)] * len(pair.rows_out)
+        if joined and pair.name not in _RUN_PROGRAMS:
+            return [joined[0].outside] * len(pair.rows_out)
         if is_within(pair):
             return met_within(pair)
         if zeros.is_zero(pair):
@@ -258,6 +274,8 @@ class Walk:
         """Refuse a kind that contradicts its result's shape, and add its zeros."""
         if isinstance(value, Unknown | Joined):
             return value
+        if pair.name in _RUN_PROGRAMS:
+            self._axes(pair.first.outvars[result], pair.second.outvars[result])
         has_rows = pair.rows_out[result] is not None
         if isinstance(value, _WITHOUT_ROWS if has_rows else _WITH_ROWS):
             return pair.unknown(
