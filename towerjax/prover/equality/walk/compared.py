@@ -36,8 +36,8 @@ def other_params(one: JaxprEqn, two: JaxprEqn) -> list[str]:
 
 
 def _is_same(x: Any, y: Any) -> bool:
-    if x is y or (callable(x) and callable(y) and type(x) is type(y)):
-        return True
-    if type(x) is not type(y):
-        return False
-    return np.array_equal(x, y) if isinstance(x, np.ndarray) else bool(x == y)
+    if x is y or type(x) is not type(y):
+        return x is y
+    if isinstance(x, np.ndarray):
+        return np.array_equal(x, y)
+    return callable(x) or bool(x == y)
