@@ -1765,7 +1765,7 @@ LAID = (
        "step_equality::a_refused_bare_loss_is_told_by_what_was_said_of_it"
        "[Reduction.SUM]"),
     _m("E186", "devices may scatter a tower's rows",
-       f"{_WITHIN}met_within", "or {before, after} & along", "",
+       f"{_WITHIN}_blocks_met", "if not {before, after} & {*along}:", "if True:",
        f"{_OF_DEVICES}[rows that are scattered]"),
 )
 
