@@ -330,6 +330,8 @@ class Store:
         self.texts = {"towerjax/left/1": json.dumps(vars(one))}
 
     def blocking_key_value_get(self, key, milliseconds):
+        if not self.texts:
+            raise processes.StoreError("DEADLINE_EXCEEDED: nobody has left")
         return ""
 
     def key_value_set(self, key, text, allow_overwrite=False):

@@ -340,6 +340,7 @@ def test_values_of_one_number_have_the_same_elements(seed):
     assert any(len(same) > 1 for same in found.values())
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize(
     ("operation", "seed"),
     [(x, 0) for x in OPERATIONS] + [(looked_up, 3), (looked_up, 4)],

@@ -110,7 +110,8 @@ def is_from_first_row(lemma):
     return FromFirstRow in kinds or kinds == {Copy, Zero, FirstRow}
 
 
-@pytest.mark.parametrize("name", ["all_to_all", "eq", "lt", "sub"])
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("name", ["lt", "all_to_all", "eq", "sub"])
 def test_what_is_said_of_dealt_rows_and_of_places_among_rows_holds(name):
     tally = lemmas.Tally()
     for lemma in CASES[name]:
