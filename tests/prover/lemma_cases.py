@@ -1010,6 +1010,10 @@ lemma("mul", lambda side, x: [side.rows * x], (), dtypes=jnp.int32,
 for both in ((RowNumbers(), FirstRow()), (FirstRow(), RowNumbers())):
     lemma("add", _called(lax.add), (N,), (N,), dtypes=jnp.int32,
           kinds=tuple([x] for x in both))  # fmt: skip
+_COUNT = part().replace(zeros=frozenset([FLAG, PADDING]), fact=Count(FLAG))
+for both in ((_COUNT, copy(number=1)), (copy(number=1), _COUNT)):
+    lemma("max", _called(lax.max), (), (), dtypes=F32,
+          kinds=tuple([x] for x in both))  # fmt: skip
 _NUMBERS_FROM = [copy(), ZERO, copy(1)], [FirstRow()]
 for dtype in (F32, jnp.int32):
     for shape in ((), (2,)):
