@@ -298,7 +298,7 @@ def _reshaped_rows(pair: EquationPair, x: TowerRows) -> Kind:
     if blocks is not None:
         return x.replace(blocks=blocks)
     assert r_in is not None
-    return _as_groups(pair, x, r_in)
+    return _as_groups(pair, x, r_in, pair.rows_out[0])
 
 
 def _stays_as_one(pair: EquationPair) -> bool:
@@ -396,14 +396,19 @@ def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | 
     return blocks if not any(n % blocks for n in pairs) else None
 
 
-def _as_groups(pair: EquationPair, x: TowerRows, r_in: int) -> Kind:
-    """Split the dim of rows into several dims; refuse another order."""
+def _as_groups(pair: EquationPair, x: TowerRows, r_in: int, r_out: Any) -> Kind:
+    """Split the dim of rows into several dims; refuse another order.
+
+    Other dims may have the sizes of the split ones in the first program alone, so the
+    dim that differs between the programs must be one of these.
+    """
     old = pair.shape(0)
     new = pair.out_shape()
     start = r_in
     end = len(new) - (len(old) - 1 - r_in)
     is_kept = old[:r_in] == new[:start] and old[r_in + 1 :] == new[end:]
-    if not is_kept or start >= end or x.blocks > 1:
+    is_kept &= start <= r_out < end
+    if not is_kept or x.blocks > 1:
         raise NotOfOneKindError("{its} rows are put in another order")
     return Groups(x.power, layout=GroupDims((*range(start, end),), True))
 
