@@ -29,6 +29,7 @@ from towerjax.prover.equality import rules as rules_room
 from towerjax.prover.equality.kinds import kinds, stacked
 from towerjax.prover.equality.kinds.equation_pair import Scope, Sizes
 from towerjax.prover.equality.kinds.kinds import (
+    SIZE,
     Copy,
     FirstRow,
     FromFirstRow,
@@ -120,6 +121,22 @@ def test_what_is_said_of_dealt_rows_and_of_places_among_rows_holds(name):
                 lemmas.hold(lemma, world, 0, tally)
     assert bool(tally.held) is (name != "lt")
     assert not tally.broken, "\n".join(map(str, tally.broken[:5]))
+
+
+def test_a_reshape_that_changes_one_program_alone_holds():
+    """``[2, b/2]`` to ``[b/2, 2]`` is no change where b is 4, and one where it is 6."""
+    tally = lemmas.Tally()
+    for lemma in CASES["reshape"]:
+        if (lemma.shapes, lemma.dtypes) == (((2, (N, 1, 2)),), (jnp.int8,)):
+            lemmas.hold(lemma, "2 and 4, padded", 0, tally)
+    assert tally.held
+    assert not tally.broken, "\n".join(map(str, tally.broken[:5]))
+
+
+def test_the_number_of_padded_rows_is_not_known_in_micro_batches():
+    """It may be that of a micro-batch, or of all of a tower's micro-batches."""
+    assert Sizes((2, 4), (4, 2), True).numbers_of(SIZE) == (4, 2)
+    assert Sizes((2, 4), (4, 2), True, (2, 2)).numbers_of(SIZE) is None
 
 
 @pytest.mark.slow

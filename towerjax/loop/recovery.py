@@ -82,8 +82,8 @@ class Recovery:
         # When the last loss was noticed, and whether a line has told how long it took.
         self._noticed_s: float | None = None
         self._is_told = True
-        # Whether one of the processes got SIGTERM, and whether all save because of it.
-        self._is_told_to_end = self._is_ending = False
+        self._is_told_to_end = False  # whether one of the processes got SIGTERM
+        self._is_ending = False  # whether all save because of it
         self.loop = Loop(step, options, point, batches, guard, recovery=self)
 
     # What the driver does.
@@ -104,7 +104,8 @@ class Recovery:
                 return
             except Exception as error:
                 self._noticed_s = time.monotonic()
-                self._is_told = self._is_ending = False
+                self._is_told = False
+                self._is_ending = False
                 self._agree_on_loss(error)
                 moves = True
 
@@ -149,7 +150,8 @@ class Recovery:
             )
         self._next, self._copies_next = of_all[self._active[0]]["next"]
         if any(x["ends"] for x in of_all.values()) and "failed" not in told:
-            self._is_told_to_end = self._is_ending = True
+            self._is_told_to_end = True
+            self._is_ending = True
             self._guard.forget_sigterm()
             raise Terminated(self._exit_code)
         return of_all

@@ -64,7 +64,8 @@ class LeafName(str):
         rest = path[1:]
         if first == _GRADIENTS:
             rest = rest[1:] if rest[:1] and rest[0] in _HELD_IN else rest
-            root, part = GRADIENT, LeafPart.GRADIENT
+            root = GRADIENT
+            part = LeafPart.GRADIENT
         else:
             root = first
             part = LeafPart.LOSS if first in ("loss", loss) else LeafPart.OTHER

@@ -407,7 +407,8 @@ def on_those_left(strategy: Strategy) -> Strategy:
         for number, names in names_by_process(placement.jax_devices).items()
         if names
     }
-    towers, size = placement.num_towers, placement.devices_each
+    towers = placement.num_towers
+    size = placement.devices_each
     return dataclasses.replace(
         strategy,
         devices=pick_devices(of_each, towers, size, spares=True),

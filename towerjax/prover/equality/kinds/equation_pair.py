@@ -13,6 +13,7 @@ from towerjax.prover.equality.kinds.kinds import (
     Kind,
     NumberPair,
     Size,
+    TowerRows,
     Unknown,
     Zero,
 )
@@ -72,8 +73,8 @@ class Sizes(NamedTuple):
 
     def numbers_of(self, x: Kind) -> tuple[Any, Any] | None:
         """Find the numbers that a value is in the two programs; None if not known."""
-        if self.is_rows_of_tower(x):
-            return self.rows
+        if isinstance(x, Size):  # of a micro-batch, or of all of a tower's
+            return self.rows if self.parts == (1, 1) else None
         if isinstance(x, Copy) and isinstance(x.number, NumberPair):
             return x.number
         number = constant_of(x)
@@ -225,6 +226,16 @@ class EquationPair:
         first: Any = self._operand_of(self.first, operand).aval
         second: Any = self._operand_of(self.second, operand).aval
         return first.shape[axis], second.shape[axis]
+
+    @property
+    def has_rows_in_order(self) -> bool:
+        """Whether a tower's first row and its number of rows tell which rows it has.
+
+        So it is if all towers have equally many rows, one after another, if none is
+        padding, and if each tower has all its rows at once.
+        """
+        is_even = not self.sizes.padded and self.sizes.parts == (1, 1)
+        return is_even and self.walk.dealt is TowerRows
 
     def times_rows(self, operand: int, axis: int | None) -> Fraction | None:
         """Find m if a dim of an operand has m times a tower's rows; otherwise None.

@@ -136,14 +136,9 @@ def _comparison(pair: EquationPair, x: Kind, y: Kind) -> Kind:
 
 @rule("eq ne", FromFirstRow, RowNumbers, knows_identity=True, commutes=True)
 def _is_number_in_batch(pair: EquationPair, x: FromFirstRow, y: RowNumbers) -> Kind:
-    """``c - f_t = i`` where ``c = f_t + i``, a row's index in the batch: rows.
-
-    This holds only if all towers have equally many rows, one after another, and none is
-    padding, and if each tower has all its rows at once.
-    """
-    is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
-    is_even &= pair.walk.dealt is TowerRows
-    if pair.times_rows(1, pair.rows_in[1]) != 1 or not is_even:
+    """``c - f_t = i`` where ``c = f_t + i``, a row's index in the batch: rows."""
+    is_each = pair.times_rows(1, pair.rows_in[1]) == 1
+    if not (is_each and pair.has_rows_in_order):
         raise refused(pair)
     return rows()
 

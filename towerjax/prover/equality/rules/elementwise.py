@@ -31,7 +31,6 @@ from towerjax.prover.equality.kinds.kinds import (
     Size,
     SoFar,
     TowerId,
-    TowerRows,
     Valid,
     Zero,
     as_part,
@@ -201,14 +200,9 @@ def _sum_of_groups(pair: EquationPair, x: Groups, y: Groups) -> Kind:
 
 @rule("add add_any", RowNumbers, FirstRow, knows_identity=True, commutes=True)
 def _numbers_in_batch(pair: EquationPair, x: RowNumbers, y: FirstRow) -> Kind:
-    """A row's index in its tower + the tower's first row = its index in the batch.
-
-    This holds only if all towers have equally many rows, one after another, and none is
-    padding, and if each tower has all its rows at once.
-    """
-    is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
-    is_even &= pair.walk.dealt is TowerRows
-    if pair.times_rows(0, pair.rows_in[0]) != 1 or not is_even:
+    """A row's index in its tower + the tower's first row = its index in the batch."""
+    is_each = pair.times_rows(0, pair.rows_in[0]) == 1
+    if not (is_each and pair.has_rows_in_order):
         raise NotOfOneKindError("no rule for a sum with a {one}'s first row number")
     is_vector = len(pair.shape(0)) == 1
     return rows().replace(fact=NumberInBatch() if is_vector else None)

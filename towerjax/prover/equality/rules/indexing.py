@@ -170,8 +170,7 @@ def _are_rows_of_batch(pair: EquationPair, operand: int, axis: int, at: Any) -> 
     """
     pairs = zip(pair.sizes.towers, pair.sizes.rows, strict=True)
     is_whole = pair.sizes_along(operand, axis) == tuple(t * n for t, n in pairs)
-    is_whole &= not pair.sizes.padded and pair.sizes.parts == (1, 1)
-    is_whole &= pair.walk.dealt is TowerRows
+    is_whole &= pair.has_rows_in_order
     others = [v for i, v in enumerate(at) if i != axis]
     return is_whole and isinstance(at[axis], FirstRow) and _are_same(others)
 

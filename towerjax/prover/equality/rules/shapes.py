@@ -269,7 +269,8 @@ def _joined_over_towers(pair: EquationPair, x: Stacked) -> Kind:
     in turn are joined from ``[b, T, ...]``.
     """
     pair = _in_order_of_read(pair)
-    towers, row_dim = pair.towers_in[0], pair.rows_in[0]
+    [towers] = pair.towers_in
+    [row_dim] = pair.rows_in
     if towers is None or row_dim is None or pair.sizes.padded:
         raise refused(pair)
     old = pair.shape(0)
