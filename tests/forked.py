@@ -84,7 +84,7 @@ def in_child(output, run, *args, devices=8, compiled="as by users", **variables)
     os.environ.pop("XLA_FLAGS", None)
     # For this process, whose JAX has begun nothing yet, and for what it starts.
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": f"{devices}"}
-    os.environ["NPROC"] = "8"  # threads, as docs/same_bits.md says
+    os.environ["NPROC"] = "8"  # threads, as the page on same bits says
     os.environ |= variables | ({} if compiled == "as by users" else OLDER)
     quickly.compiled(compiled == "unoptimized")
     jax.config.update("jax_platforms", "cpu")

@@ -14,6 +14,7 @@ from importlib import metadata
 ROOT = pathlib.Path(__file__).parents[1]
 TESTS = ROOT / "tests"
 CATALOGUE = TESTS / "mutants" / "catalogue.py"
+TABLES = TESTS / "green.json", TESTS / "durations.json"
 
 
 def digest(*texts: str) -> str:
@@ -97,32 +98,64 @@ def files(paths: Iterable[pathlib.Path]) -> list[str]:
     return [*map(_text, sorted(_closed(paths)))]
 
 
-BY_IMPORTS = TESTS / "prover", TESTS / "laws" / "judged"
-"""Rooms whose tests read nothing but what they import, unless they start a process."""
-
-
-def is_by_imports(path: pathlib.Path) -> bool:
-    """Whether `by_imports` has all that a test file reads."""
-    is_there = any(path.is_relative_to(room) for room in BY_IMPORTS)
-    return is_there and not re.search(r"\bsubprocess\b|\bopen\(|read_text", _text(path))
+ELSEWHERE = re.compile(
+    r"\b(?:subprocess|Popen|glob|read_text|read_bytes|import_module|pytester)\b"
+    r"|(?<!def )\bopen\("
+)
+"""What starts a process or opens a file, so that imports do not tell what is read."""
+PAGES = re.compile(r"\bdocs\b|\.md\b|\.ci\b|README|notebooks")
+"""What names a page."""
 
 
 def by_imports(path: pathlib.Path) -> list[str]:
-    """Return what a test file reads: all of the package that it reaches.
+    """Return what a test file reads, and the versions of what it may import.
 
-    These are the modules that it imports or names, those that these import, and so on,
-    and the versions of JAX and Python.
+    It reads itself, its helpers, and the modules of the package that these reach: those
+    that they import or name, those that these import, and so on. One of these files may
+    start a process or open a file. It reads all of the checkout then, other tests left
+    out, and pages left out that it does not name.
     """
-    return [_reached(path), metadata.version("jax"), sys.version]
+    return [_reached(path), *_versions(), sys.version]
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    """The versions of what the package and its tests need and this machine has."""
+    needed = [x for x in metadata.requires("towerjax") or [] if "'docs'" not in x]
+    names = {_spelled(re.match(r"[\w.-]+", x)[0]) for x in [*needed, "jaxlib"]}
+    there = {_spelled(x.name): x.version for x in metadata.distributions()}
+    ours = (names & there.keys()) - {"basedpyright", "ruff"}  # .ci/run asks these
+    return tuple(f"{name} {there[name]}" for name in sorted(ours))
+
+
+def _spelled(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @functools.cache
 def _reached(path: pathlib.Path) -> str:
     """A digest of a file, of its helpers, and of the modules that they reach."""
     own = _closed([path])
+    if any(ELSEWHERE.search(_text(x)) for x in own):
+        return _of_checkout(any(PAGES.search(_text(x)) for x in own))
     modules = _defined_by(map(_text, own)) | {y for x in own for y in _of_package(x)}
     reached = _all_of(modules, _of_package)
     return digest(*map(_text, sorted(own | reached)))
+
+
+@functools.cache
+def _of_checkout(has_pages: bool) -> str:
+    """A digest of all files but tests and the tables that runs of them write."""
+    folders = ["towerjax", "tests", "examples", "benchmarks"]
+    folders += ["docs", "notebooks", ".ci"] if has_pages else []
+    found = [*ROOT.glob("*.toml"), *(ROOT.glob("*.md") if has_pages else ())]
+    for folder in folders:
+        for path in (ROOT / folder).rglob("*"):
+            is_ours = path.is_file() and "__pycache__" not in path.parts
+            if is_ours and path not in TABLES and not path.match("test_*.py"):
+                found.append(path)
+    names = [path.relative_to(ROOT).as_posix() for path in sorted(found)]
+    return digest(*names, *((ROOT / name).read_bytes().hex() for name in names))
 
 
 def by_program(path: pathlib.Path, **_: object) -> list[str]:
@@ -208,10 +241,11 @@ def _files_of(name: str) -> tuple[pathlib.Path, ...]:
 
 @functools.cache
 def _by_stem() -> dict[str, list[pathlib.Path]]:
-    """Where modules lie that a test imports by their last name alone."""
+    """Where modules lie that a test imports by their last name alone: in no package."""
     found: dict[str, list[pathlib.Path]] = {}
     for path in TESTS.rglob("*.py"):
-        found.setdefault(path.stem, []).append(path.with_suffix(""))
+        if not (path.parent / "__init__.py").exists():
+            found.setdefault(path.stem, []).append(path.with_suffix(""))
     return {name: paths for name, paths in found.items() if name[:2] != "__"}
 
 

@@ -231,9 +231,20 @@ def test_cases(n):
 """
 
 
+READER = """
+import pytest
+
+def test_reads():
+    assert open("towerjax/b.py").read()
+
+def test_lacks():
+    pytest.skip("what it needs is not on this machine")
+"""
+
+
 @pytest.mark.slow
-def test_a_test_of_a_room_is_left_out_once_all_its_cases_passed(tmp_path):
-    room = tmp_path / "tests" / "prover"
+def test_a_test_is_left_out_once_all_its_cases_passed(tmp_path):
+    room = tmp_path / "tests" / "room"
     room.mkdir(parents=True)
     (tmp_path / "towerjax").mkdir()
     (tmp_path / "towerjax/__init__.py").touch()
@@ -262,3 +273,12 @@ def test_a_test_of_a_room_is_left_out_once_all_its_cases_passed(tmp_path):
     assert outcome() == {"skipped": 2}
     (tmp_path / "towerjax/a.py").write_text("A = 2\n")
     assert outcome() == {"passed": 2}
+    (room / "test_reader.py").write_text(READER)
+    assert outcome() == {"passed": 1, "skipped": 3}
+    kept = json.loads((tmp_path / "tests/green.json").read_text())
+    assert not any("test_lacks" in name for name in kept)
+    assert outcome() == {"skipped": 4}
+    (tmp_path / "towerjax/b.py").write_text("B = 3\n")  # which the reader opens
+    assert outcome() == {"passed": 1, "skipped": 3}
+    (tmp_path / "towerjax/c.py").write_text("C = 1\n")
+    assert outcome() == {"passed": 1, "skipped": 3}
