@@ -187,7 +187,7 @@ DECK = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DECK)
-def test_a_fault_in_the_bits_of_each_kind_of_leaf_names_its_device(name):
+def test_a_fault_in_each_kind_of_leaf_names_its_device(name):
     """On each device; and nothing but that leaf of that device is named."""
     strategy, micro_batches = DECK[name]
     step, state = begun(strategy, micro_batches=micro_batches, audit=False)

@@ -2198,7 +2198,7 @@ COUNTED = (
 
 _REPLAY = "check.replay"
 _VOTES = "replay::two_devices_outvote_a_third[4]"
-_OF_KINDS = "replay::a_fault_in_the_bits_of_each_kind_of_leaf_names_its_device"
+_OF_KINDS = "replay::a_fault_in_each_kind_of_leaf_names_its_device"
 _HEAR = "replay::the_bits_of_towers_that_communicate_name_a_device"
 _STOPS = "replays::a_run_stops_before_the_step_with_the_last_good_checkpoint[1]"
 REPLAYED = (

@@ -51,7 +51,7 @@ def on_devices(own):
         specs = (PartitionSpec(), PartitionSpec("i"), PartitionSpec("i"))
         how = {"mesh": Mesh(np.array(devices), "i"), "in_specs": specs}
         out = PartitionSpec()
-        fn = jax.shard_map(own, out_specs=out, check_vma=False, **how)
+        fn = jax.jit(jax.shard_map(own, out_specs=out, check_vma=False, **how))
         return fn, (W, X, MASK)
 
     return make
@@ -68,7 +68,7 @@ def in_micro_batches(mode):
             parts = [a.reshape(number, -1, *a.shape[1:]) for a in (x, mask)]
             return lax.scan(body, 0.0, parts)[0] / number
 
-        return mean, (W, X, MASK)
+        return jax.jit(mean), (W, X, MASK)
 
     return make
 

@@ -73,7 +73,8 @@ def maker(fn, shapes, split=BOTH):
         mesh = Mesh(np.array(devices).reshape(shapes[len(devices)]), BOTH)
         specs = {"in_specs": (PartitionSpec(), PartitionSpec(split))}
         specs["out_specs"] = PartitionSpec()
-        return jax.shard_map(fn, mesh=mesh, check_vma=False, **specs), (W, X)
+        mapped = jax.shard_map(fn, mesh=mesh, check_vma=False, **specs)
+        return jax.jit(mapped), (W, X)
 
     return make
 
