@@ -28,7 +28,7 @@ def over_rows(fn):  # on each number of devices
     def make(devices):
         mesh = Mesh(np.array(devices), "i")
         specs = {"in_specs": (P(), P("i")), "out_specs": P(), "check_vma": False}
-        return jax.shard_map(fn, mesh=mesh, **specs), (w, rows)
+        return jax.jit(jax.shard_map(fn, mesh=mesh, **specs)), (w, rows)
 
     return make
 
@@ -76,7 +76,7 @@ def other_rewards(wrong):
         split = P("i") if wrong else P(None, "i")
         specs = {"in_specs": (P(), P(None, "i"), split), "out_specs": P()}
         mesh = Mesh(np.array(devices), "i")
-        step = jax.shard_map(fn, mesh=mesh, check_vma=False, **specs)
+        step = jax.jit(jax.shard_map(fn, mesh=mesh, check_vma=False, **specs))
         return step, (w, rows.reshape(2, 4, 1), given if wrong else given.reshape(2, 4))
 
     return make
@@ -93,7 +93,7 @@ def of_filled(fn, each_of):
     def make(devices):
         mesh = Mesh(np.array(devices), "i")
         specs = {"in_specs": (P(), P("i"), P("i")), "out_specs": P()}
-        step = jax.shard_map(fn, mesh=mesh, check_vma=False, **specs)
+        step = jax.jit(jax.shard_map(fn, mesh=mesh, check_vma=False, **specs))
         return step, (w, *filled(devices, each_of(len(devices))))
 
     return make
@@ -118,7 +118,8 @@ def one_axis(wrong):
         shape = {1: (1, 1), 2: (1, 2), 4: (2, 2)}[len(devices)]
         mesh = Mesh(np.array(devices).reshape(shape), ("dp", "cp"))
         specs = {"in_specs": (P(), P(("dp", "cp"))), "out_specs": P()}
-        return jax.shard_map(fn, mesh=mesh, check_vma=False, **specs), (w, rows)
+        mapped = jax.shard_map(fn, mesh=mesh, check_vma=False, **specs)
+        return jax.jit(mapped), (w, rows)
 
     return make
 

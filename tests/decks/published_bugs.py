@@ -19,7 +19,7 @@ rows = jnp.arange(8.0)[:, None]
 def on_devices(fn, devices, **how):
     """The parameters on all devices, and to each its rows."""
     mesh, specs = Mesh(np.array(devices), "i"), {"in_specs": (P(), P("i"))}
-    return jax.shard_map(fn, mesh=mesh, out_specs=P(), **specs, **how)
+    return jax.jit(jax.shard_map(fn, mesh=mesh, out_specs=P(), **specs, **how))
 
 
 def flag(w, x):

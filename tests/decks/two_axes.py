@@ -308,4 +308,5 @@ def program(name, fn, mesh):
     """The program on a mesh, and its arguments."""
     of_batch, out = SPECS.get(name, (ROWS, P()))
     specs = {"in_specs": (OF_PARAMS, of_batch), "out_specs": out}
-    return jax.shard_map(fn, mesh=mesh, check_vma=False, **specs), (PARAMS, BATCH)
+    mapped = jax.shard_map(fn, mesh=mesh, check_vma=False, **specs)
+    return jax.jit(mapped), (PARAMS, BATCH)
