@@ -6,5 +6,5 @@ An example is ``python -m benchmarks.overhead``.
   ``--json``, and has a small form, ``--small``, that CI runs. All are built on
   `benchmarks.harness`.
 * `benchmarks.peers` has the same training by other libraries, for ``towerjax bench``.
-* Figures that were measured once stand in docs/evidence/, with their commands.
+* Figures that were measured once stand on the pages of evidence, with commands.
 """

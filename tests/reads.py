@@ -100,9 +100,9 @@ def files(paths: Iterable[pathlib.Path]) -> list[str]:
 
 ELSEWHERE = re.compile(
     r"\b(?:subprocess|Popen|glob|read_text|read_bytes|import_module|pytester)\b"
-    r"|(?<!def )\bopen\("
+    r"|(?<!def )\bopen\(|\bimport towerjax as (?!tj\b)|\bshell\b"
 )
-"""What starts a process or opens a file, so that imports do not tell what is read."""
+"""Where imports do not tell what is read: processes, files, commands, other names."""
 PAGES = re.compile(r"\bdocs\b|\.md\b|\.ci\b|README|notebooks")
 """What names a page."""
 
@@ -112,8 +112,8 @@ def by_imports(path: pathlib.Path) -> list[str]:
 
     It reads itself, its helpers, and the modules of the package that these reach: those
     that they import or name, those that these import, and so on. One of these files may
-    start a process or open a file. It reads all of the checkout then, other tests left
-    out, and pages left out that it does not name.
+    start a process, open a file or give a command. It reads all of the checkout then,
+    other tests left out, and pages left out that it does not name.
     """
     return [_reached(path), *_versions(), sys.version]
 
@@ -135,10 +135,10 @@ def _spelled(name: str) -> str:
 @functools.cache
 def _reached(path: pathlib.Path) -> str:
     """A digest of a file, of its helpers, and of the modules that they reach."""
-    own = _closed([path])
+    own = _closed([path, *_conftests(path)]) - _closed([TESTS / "conftest.py"])
     if any(ELSEWHERE.search(_text(x)) for x in own):
         return _of_checkout(any(PAGES.search(_text(x)) for x in own))
-    modules = _defined_by(map(_text, own)) | {y for x in own for y in _of_package(x)}
+    modules = _defined_by(map(_text, own)) | {y for x in own for y in _named_in(x)}
     reached = _all_of(modules, _of_package)
     return digest(*map(_text, sorted(own | reached)))
 
@@ -200,6 +200,20 @@ def _of_package(path: pathlib.Path) -> frozenset[pathlib.Path]:
     places = [ROOT / name.replace(".", "/") for name in names]
     files = [y for x in places for y in (x.with_suffix(".py"), x / "__init__.py")]
     return frozenset(x for x in files if x.exists())
+
+
+def _named_in(path: pathlib.Path) -> set[pathlib.Path]:
+    """The modules of the package that a file imports, by their names or as names of it.
+
+    Of a namespace, such as ``contrib``, these are all modules.
+    """
+    found = {*_of_package(path)}
+    for name in _names_in(path):
+        top, _, chain = name.partition(".")
+        if top == "towerjax" and chain and (defining := _defining(chain)):
+            is_namespace = defining.name == "__init__.py"
+            found |= {*defining.parent.rglob("*.py")} if is_namespace else {defining}
+    return found
 
 
 @functools.cache

@@ -109,6 +109,16 @@ def test_a_program_reads_the_modules_of_the_names_in_it():
     assert found == (TESTS.parent / "towerjax/contrib/train.py").read_text()
 
 
+def test_a_test_that_imports_a_namespace_reaches_all_of_it():
+    def named_in(file):
+        modules = reads._named_in(TESTS / "laws/refused" / file)
+        return {x.relative_to(TESTS.parent / "towerjax").as_posix() for x in modules}
+
+    contrib = {"contrib/__init__.py", "contrib/train.py", "contrib/diloco.py"}
+    assert named_in("test_malformed.py") >= contrib
+    assert "tf1/estimator/replicate.py" in named_in("test_all_or_nothing.py")
+
+
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     monkeypatch.setattr(green, "KEPT", tmp_path / "green.json")
