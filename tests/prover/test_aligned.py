@@ -121,7 +121,7 @@ def check(several, single, pair):
     assert names[0] == names[1]
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 def test_a_function_of_one_row_pairs_with_itself(name):
     pair = written(name, name)
@@ -332,7 +332,7 @@ def unlike(found):
     }
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_values_of_one_number_have_the_same_elements(seed):
     found = values_by_number(program_of(seed), inputs_of(seed))

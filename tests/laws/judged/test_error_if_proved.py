@@ -90,7 +90,7 @@ def functions(deck):
     return {name: fn for name, fn in vars(deck).items() if not name.startswith("_")}
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", functions(Right))
 def test_a_loss_that_may_raise_is_proved(name):
     found = answer_for(functions(Right)[name], PARAMS, BATCH)
@@ -105,6 +105,7 @@ def test_a_wrong_loss_that_may_raise_is_not(name):
     assert found.says == "unknown" and fn.__doc__ in found.why, found
 
 
+@pytest.mark.slow
 def test_padding_may_not_raise():
     losses = functions(Right)
     padded = answer_for(losses["of_examples"], PARAMS, BATCH, padded=True)

@@ -64,7 +64,7 @@ def test_what_is_proved_is_the_same(card, typed):
     assert tj.testing.same_on_devices(make, devices=NUMBERS)
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("card", "typed"), cases(Wrong))
 def test_no_wrong_loss_is_proved(card, typed):
     assert not is_proved(card, "rows first", typed)

@@ -33,13 +33,13 @@ def loss_on(loss_fn, towers):
     return float(step(step.init(PARAMS), BATCH)[1]["loss"])
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_loss_is_proved(name):
     assert unproved(RIGHT[name]) == {}
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [4, 3, 1])
 @pytest.mark.parametrize("name", sorted(RIGHT.keys() - RIGHT_WHERE_FULL))
 def test_a_right_loss_is_proved_of_a_padded_batch(name, rows):
