@@ -242,13 +242,15 @@ def test_cases(n):
 
 
 READER = """
+import pathlib
 import pytest
 
 def test_reads():
     assert open("towerjax/b.py").read()
 
+@pytest.mark.skipif(not pathlib.Path("a_browser").exists(), reason="no a_browser here")
 def test_lacks():
-    pytest.skip("what it needs is not on this machine")
+    pass
 """
 
 
@@ -292,3 +294,6 @@ def test_a_test_is_left_out_once_all_its_cases_passed(tmp_path):
     assert outcome() == {"passed": 1, "skipped": 3}
     (tmp_path / "towerjax/c.py").write_text("C = 1\n")
     assert outcome() == {"passed": 1, "skipped": 3}
+    (tmp_path / "a_browser").touch()  # another machine has what the test needs
+    assert outcome() == {"passed": 1, "skipped": 3}
+    assert outcome() == {"skipped": 4}
